@@ -1,0 +1,1 @@
+"""What the tier decides: standard library only, no threads, no clock, no I/O."""
