@@ -142,7 +142,9 @@ class SlotBook:
         self.num_evicted += len(victims)
         return True
 
-    def reserve(self, group: int, key: PageKey, parent: PageKey, fillers: tuple[int, ...]) -> int:
+    def reserve(
+        self, group: int, key: PageKey, parent: PageKey, fillers: tuple[int, ...]
+    ) -> SlotRef:
         """Turn a FREE slot FILLING; there must be one, and the key must be nowhere."""
         book = self.groups[group]
         assert key not in book.index
@@ -156,7 +158,7 @@ class SlotBook:
         slot.fillers = fillers
         book.filling[key] = number
         self._put(number)
-        return number
+        return SlotRef(number, slot.generation)
 
     def close_part(self, number: int, part: int, digests: tuple[int, ...]) -> bool:
         """A part of a FILLING record is there; whether the record turned READY by it."""
@@ -281,8 +283,7 @@ class SlotBook:
                 continue
             slot.adopted = False
             if slot.state is SlotState.SEALED:
-                unclaimed = sum(1 << part for part, filler in enumerate(slot.fillers) if not filler)
-                self.pass_parts(number, unclaimed)
+                self.pass_parts(number, parts_of(slot.fillers, 0))
             elif not slot.findable and not slot.holds:
                 self._free(number)
 
