@@ -1,0 +1,1 @@
+"""Moves bytes inside a node: devices, the layer transfer counter, the hybrid move path."""
