@@ -69,7 +69,7 @@ class Module:
 
     @cached_property
     def tree(self) -> ast.Module:
-        return ast.parse(self.source)
+        return ast.parse(self.source, filename=self.name)
 
     @property
     def room(self) -> str:
