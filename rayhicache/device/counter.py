@@ -100,10 +100,7 @@ class LayerTransferCounter:
         pools = self._pools.get(layer_id, ())
         for name in pools if pool is None else (pool,) if pool in pools else ():
             for event in self._await_record(layer_id, name):
-                try:
-                    self._device.current_stream().wait(event)
-                except RuntimeError as fault:
-                    raise self._failed(layer_id, name, str(fault)) from fault
+                self._wait(event, layer_id, name)
 
     def wait_all(self) -> None:
         """`wait_until` for every layer: for readers that can't be gated one by one."""
@@ -156,8 +153,14 @@ class LayerTransferCounter:
             assert self._failure is not None
             cause, last = self._failure
         if last is not None:
-            self._device.current_stream().wait(last)
+            self._wait(last, layer_id, pool)
         raise self._failed(layer_id, pool, cause)
+
+    def _wait(self, event: Event, layer_id: int, pool: str) -> None:
+        try:
+            self._device.current_stream().wait(event)
+        except RuntimeError as fault:  # the copy stream failed, and nothing of it can land
+            raise self._failed(layer_id, pool, str(fault)) from fault
 
     def _failed(self, layer_id: int, pool: str, cause: str) -> LoadFailed:
         return LoadFailed(

@@ -146,9 +146,10 @@ class Gate:
     def close(self, ticket: Ticket, *, failed: bool) -> None:
         """The ticket's blocks are its own no more; a failed load leaves them undefined."""
         with self._lock:
-            del self._open[ticket.id]
+            # Lost before it is closed: `bind` looks at both without the lock.
             if failed and ticket.direction is Direction.LOAD:
                 self._lost[ticket.id] = (ticket, {p: set(b) for p, b in ticket.blocks.items()})
+            del self._open[ticket.id]
 
     def forget(self, blocks: Blocks) -> None:
         """These blocks are freed: nobody reads what is in them."""

@@ -44,7 +44,7 @@ class StagedPlan:
         host_indices, device_indices: of the main pool, `int64[n]`.
         pool_transfers: every other pool.
         transfers: all pools, in layout order.
-        entries: ring entries that stay unchanged until the plan is retired.
+        entry: of the ring, holds all indices unchanged until the plan is retired.
         events: where the device takes the events of its landings from.
     """
 
@@ -54,7 +54,7 @@ class StagedPlan:
     device_indices: torch.Tensor
     pool_transfers: tuple[StagedTransfer, ...]
     transfers: tuple[StagedTransfer, ...]
-    entries: tuple[RingEntry, ...]
+    entry: RingEntry
     events: EventBorrower
 
     def layers(self) -> list[tuple[int, tuple[StagedTransfer, ...]]]:
@@ -180,24 +180,23 @@ class Staging:
         self._timeout = timeout
 
     def move_indices(
-        self, host_indices: Indices, device_indices: Indices
-    ) -> tuple[torch.Tensor, torch.Tensor, RingEntry]:
-        """Move one pair of index lists to where copies read them, through the pinned ring.
+        self, host_indices: Indices, device_indices: Indices, memory: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Move one pair of index lists to where copies read them.
+
+        Args:
+            memory: `int64[2n], pinned`; unchanged until the work that reads them is done.
 
         Returns:
-            `int64[n]` twice, valid for work enqueued on the stream after this call, and the ring
-            entry to retire when that work is done.
+            `int64[n]` twice, valid for work enqueued on the stream after this call.
         """
         count = len(host_indices)
-        entry = self._ring.take(max(2 * count, 1), self._timeout)
         if count:
-            packed = torch.frombuffer(
-                array("q", (*host_indices, *device_indices)), dtype=torch.int64
-            )
-            entry.memory.copy_(packed)
-        host = self._device.upload(entry.memory[:count], self._stream)
-        device = self._device.upload(entry.memory[count:], self._stream)
-        return host, device, entry
+            packed = array("q", (*host_indices, *device_indices))
+            memory.copy_(torch.frombuffer(packed, dtype=torch.int64))
+        host = self._device.upload(memory[:count], self._stream)
+        device = self._device.upload(memory[count:], self._stream)
+        return host, device
 
     def move_hybrid_indices(
         self, plans: Sequence[TransferPlan], direction: Direction
@@ -216,19 +215,22 @@ class Staging:
         merged = merge_plans(plans, self._space.layout)
         if not any(transfer.host_indices for transfer in merged):
             return None
+        # One run of the ring for all pools: a plan never waits for room that it holds itself,
+        # and one that finds no room leaves nothing behind.
+        counts = [len(transfer.host_indices or ()) for transfer in merged]
+        entry = self._ring.take(2 * sum(counts), self._timeout)
+        runs = torch.split(entry.memory, [2 * count for count in counts])
         staged = []
-        entries = []
-        for transfer in merged:
+        for transfer, count, run in zip(merged, counts, runs, strict=True):
             assert transfer.host_indices is not None
             assert transfer.device_indices is not None
-            host, device, entry = self.move_indices(transfer.host_indices, transfer.device_indices)
-            entries.append(entry)
+            host, device = self.move_indices(transfer.host_indices, transfer.device_indices, run)
             staged.append(
                 StagedTransfer(
                     pool=transfer.pool,
                     host_indices=host,
                     device_indices=device,
-                    count=len(transfer.host_indices),
+                    count=count,
                 )
             )
         return StagedPlan(
@@ -238,7 +240,7 @@ class Staging:
             device_indices=staged[0].device_indices,
             pool_transfers=tuple(staged[1:]),
             transfers=tuple(staged),
-            entries=tuple(entries),
+            entry=entry,
             events=EventBorrower(self._device, self._events),
         )
 
@@ -261,7 +263,6 @@ class Staging:
                     self._device.record_on_stream(tensor, stream)
 
     def retire(self, staged: StagedPlan) -> None:
-        """The plan's last copy has finished: its ring entries and events may be reused."""
-        for entry in staged.entries:
-            self._ring.retire(entry)
+        """The plan's last copy has finished: its ring entry and events may be reused."""
+        self._ring.retire(staged.entry)
         staged.events.give_back()

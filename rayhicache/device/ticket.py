@@ -42,6 +42,7 @@ class Ticket:
         requests: ids of the requests that it serves.
         blocks: per pool, the device blocks that it owns.
         counter: gates the readers of a load.
+        fault: what was raised while it was enqueued, if anything was.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Ticket:
         self.requests = requests
         self.blocks = {pool: frozenset(indices) for pool, indices in blocks.items()}
         self.counter = counter
+        self.fault: BaseException | None = None
         self._state = TicketState.OPEN
         self._cause = ""
         self._late = False
@@ -111,6 +113,8 @@ class Ticket:
     def seal(self, cause: str) -> None:
         """The copier gives the ticket up while copies may still land."""
         with self._changed:
+            if self._state is TicketState.SEALED:
+                return  # the first cause stands, and callbacks are called once
             self._state = TicketState.SEALED
             self._cause = cause
             self._late = True
