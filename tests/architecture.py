@@ -30,6 +30,7 @@ FLOORS = (
     ("wire", "memory"),
     ("transport", "device"),
     ("pools",),
+    ("requests",),
     ("client",),
     ("engines",),
     ("actors",),
