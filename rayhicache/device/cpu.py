@@ -87,11 +87,17 @@ class CpuDevice:
         """See `Device.copy`; one operation and one event per layer and pool."""
         for layer_id, transfers in staged.layers():
             for transfer in transfers:
-                move = layer_mover(staged, transfer, layer_id)
-                _cpu(stream).enqueue(move, f"{staged.direction.value} {transfer.pool} {layer_id}")
-                event = staged.events.take()
-                stream.record(event)
-                yield Landing(layer_id=layer_id, pools=(transfer.pool,), events=(event,))
+                yield self.copy_layer(staged, transfer, layer_id, stream)
+
+    def copy_layer(
+        self, staged: StagedPlan, transfer: StagedTransfer, layer_id: int, stream: Stream
+    ) -> Landing:
+        """Enqueue one layer of one pool: what `copy` is made of. Doesn't block."""
+        move = layer_mover(staged, transfer, layer_id)
+        _cpu(stream).enqueue(move, f"{staged.direction.value} {transfer.pool} {layer_id}")
+        event = staged.events.take()
+        stream.record(event)
+        return Landing(layer_id=layer_id, pools=(transfer.pool,), events=(event,))
 
     def close(self) -> None:
         """See `Device.close`."""
