@@ -69,7 +69,7 @@ class World:
         self.device = device or CpuDevice(wait_seconds=SECONDS)
         self.gate = Gate()
         made = [make(self.device, self.gate) for make in makes or (nsa,)]
-        self.pool = made[0]
+        self.pool: Any = made[0]
         self.pools = PoolSet(self.device, self.gate, made)
         self.memories = self.pools.memories()
         self.layout = self.pools.layout(page_tokens)
