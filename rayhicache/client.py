@@ -26,7 +26,6 @@ from rayhicache.core.outcomes import Fill
 from rayhicache.core.plan import TransferPlan, plan_pages
 from rayhicache.core.slots import SlotRef, slots_of
 from rayhicache.device.copier import Copier, CopyLimits, LoadRequest, StoreRequest
-from rayhicache.device.digest import record_digests
 from rayhicache.device.space import HostRegion, TransferSpace
 from rayhicache.device.ticket import Outcome, Ticket
 from rayhicache.errors import (
@@ -38,6 +37,7 @@ from rayhicache.errors import (
     StaleSlot,
     UnknownLease,
 )
+from rayhicache.memory.digest import record_digests
 from rayhicache.memory.port import OpenSlots, Port
 from rayhicache.memory.view import ArenaView
 from rayhicache.pools.base import PoolSet
@@ -348,7 +348,7 @@ class TierClient:
             self._ask("unseal", lambda: self._port.unseal(refs), None)
         elif outcome.done:
             keys = [fill.key for fill in filling.fills]
-            digests = record_digests(self.layout, self._host, refs, keys)
+            digests = record_digests(self.layout, self._host.region, self._host.data, refs, keys)
             self._ask("commit", lambda: self._port.commit(refs, digests), 0)
         else:
             self._ask("abort", lambda: self._port.abort(refs, sealed=False), None)

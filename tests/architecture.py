@@ -25,7 +25,7 @@ FUNCTION_LINES_MAX = 70
 # Lowest first. A room stands on the floors under its own; neighbours on a floor don't meet.
 FLOORS = (
     ("errors",),
-    ("config", "metrics"),
+    ("config", "metrics", "logs"),
     ("core",),
     ("wire", "memory"),
     ("transport", "device"),

@@ -93,10 +93,12 @@ class Hit:
     Attributes:
         lengths: restorable lengths in pages, ascending, without 0.
         lease: on every record that some of these lengths need.
+        pulled: how many of the pages came from another node for this lookup.
     """
 
     lengths: Sequence[int]
     lease: Lease | None
+    pulled: int = 0
 
     @property
     def best(self) -> int:

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, fields
 
 from rayhicache.core.eviction import EvictionPolicy, PrefixLru
-from rayhicache.core.hits import Hit
+from rayhicache.core.hits import Hit, Lease
 from rayhicache.core.keys import PageKey
 from rayhicache.core.layout import RecordLayout
 from rayhicache.core.outcomes import Effects, Reserved, TierStats
@@ -203,6 +203,17 @@ class ArenaOwner:
             return
         with self._deciding() as tier:
             tier.release(lease)
+
+    def lease(self, lease: int) -> Lease | None:
+        """The lease of that id, if it is held."""
+        with self._deciding() as tier:
+            return tier.lease(lease)
+
+    def digests(self, refs: Sequence[SlotRef]) -> list[tuple[int, ...]]:
+        """The digests of leased records, as they were committed."""
+        with self._looking() as tier:
+            assert tier is not None, "a lease is granted after the layout was fixed"
+            return [tier.entry(ref.slot).digests for ref in refs]
 
     def doubt(self, keys: Sequence[PageKey]) -> int:
         """These records failed to load: nobody shall find them again; how many there were."""

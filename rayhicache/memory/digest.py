@@ -17,9 +17,9 @@ from functools import lru_cache
 import torch
 
 from rayhicache.core.keys import PageKey, joined
-from rayhicache.core.layout import LayerRun, RecordLayout
-from rayhicache.core.slots import SlotRef
-from rayhicache.device.space import HostRegion
+from rayhicache.core.layout import RecordLayout
+from rayhicache.core.slots import Region, SlotRef
+from rayhicache.memory.owner import AdoptedRecord
 
 WORD_BYTES = 8
 _MASK = 0xFFFFFFFFFFFFFFFF
@@ -47,38 +47,64 @@ def bytes_digest(rows: torch.Tensor) -> torch.Tensor:
     return (words * coefficients(words.shape[-1])).sum(dim=-1)
 
 
-def seed(key: PageKey, generation: int, fingerprint: str, group: int) -> int:
-    """What is added to the sum of one layer group: where its bytes belong."""
-    place = joined(
-        key, generation.to_bytes(8, "little"), fingerprint.encode(), group.to_bytes(2, "little")
-    )
-    return int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little")
-
-
-def run_digest(data: torch.Tensor, key: PageKey, generation: int, place: tuple[str, int]) -> int:
-    """Digest of one layer group of one record: `data` is `uint8[nbytes]`.
+def placed(total: int, key: PageKey, generation: int, place: tuple[str, int]) -> int:
+    """The digest of one layer group: the sum of its bytes, and where they belong.
 
     Args:
-        place: layout fingerprint and number of the layer group.
+        total: from `bytes_digest`.
+        place: the layout's fingerprint and the number of the layer group.
     """
     fingerprint, group = place
-    total = int(bytes_digest(data.unsqueeze(0)).item())
-    return (total + seed(key, generation, fingerprint, group)) & _MASK
+    name = joined(
+        key, generation.to_bytes(8, "little"), fingerprint.encode(), group.to_bytes(2, "little")
+    )
+    seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+    return (total + seed) & _MASK
 
 
 def record_digests(
-    layout: RecordLayout, host: HostRegion, refs: Sequence[SlotRef], keys: Sequence[PageKey]
+    layout: RecordLayout,
+    region: Region,
+    data: torch.Tensor,
+    refs: Sequence[SlotRef],
+    keys: Sequence[PageKey],
 ) -> list[tuple[int, ...]]:
-    """Digests of whole records from the arena's bytes, one per layer group."""
-    runs: Sequence[LayerRun] = layout.shape(host.region.group).group_runs
+    """Digests of whole records, one per layer group.
+
+    Args:
+        data: `uint8[num_slots * record_bytes], host`: all slots of the region.
+    """
+    runs = layout.shape(region.group).group_runs
     fingerprint = layout.fingerprint()
-    records = host.data.view(host.region.num_slots, host.region.record_bytes)
-    rows = torch.tensor([ref.slot - host.region.first_slot for ref in refs], dtype=torch.int64)
+    records = data.view(region.num_slots, region.record_bytes)
+    rows = torch.tensor([ref.slot - region.first_slot for ref in refs], dtype=torch.int64)
     sums = [bytes_digest(records[rows, r.offset : r.offset + r.nbytes]).tolist() for r in runs]
     return [
         tuple(
-            (sums[group][at] + seed(key, ref.generation, fingerprint, group)) & _MASK
+            placed(sums[group][at], key, ref.generation, (fingerprint, group))
             for group in range(len(runs))
         )
         for at, (ref, key) in enumerate(zip(refs, keys, strict=True))
     ]
+
+
+def is_whole(record: AdoptedRecord) -> bool:
+    """Whether an adopted record's bytes are those that were committed; for `ArenaOwner`.
+
+    A record without digests can't be told from a torn one, so it isn't.
+    """
+    runs = record.layout.shape(record.group).group_runs
+    if len(record.digests) != len(runs):
+        return False
+    fingerprint = record.layout.fingerprint()
+    data = torch.frombuffer(record.data, dtype=torch.uint8).unsqueeze(0)
+    return all(
+        placed(
+            int(bytes_digest(data[:, run.offset : run.offset + run.nbytes]).item()),
+            record.key,
+            record.ref.generation,
+            (fingerprint, group),
+        )
+        == record.digests[group]
+        for group, run in enumerate(runs)
+    )

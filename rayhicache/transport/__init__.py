@@ -1,0 +1,1 @@
+"""Moves pages between nodes: leased at their owner, pulled in chunks, verified before use."""
