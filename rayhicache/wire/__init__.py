@@ -1,0 +1,1 @@
+"""Messages that leave a process, as bounded msgpack."""
