@@ -181,7 +181,13 @@ class OwnerProcess:
     def kill(self) -> list[dict[str, Any]]:
         """kill -9 in the middle of whatever it does; what it had said and nobody had heard."""
         self.process.kill()
-        unheard, _ = self.process.communicate()
+        assert self.process.stdout is not None
+        assert self.process.stdin is not None
+        # Not `communicate`: it passes over what `tells` has buffered.
+        unheard = self.process.stdout.read()
+        self.process.wait()
+        self.process.stdout.close()
+        self.process.stdin.close()
         return [json.loads(line) for line in unheard.splitlines(keepends=True) if "\n" in line]
 
 

@@ -44,6 +44,30 @@ def test_the_tightest_limit_decides_and_is_named(memory: HostMemory, limit: str,
     assert f"at most {left:,} B" in refusal.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("memory", "limit"),
+    [
+        (HOST, "filesystem"),
+        (replace(HOST, total=200 * GIB, available=20 * GIB), "available memory"),
+        (replace(IN_CGROUP, cgroup_limit=8 * GIB), "cgroup"),
+        (replace(HOST, available=20 * GIB), "Ray's memory monitor"),
+    ],
+)
+def test_what_was_promised_to_others_is_taken_off_every_limit(
+    memory: HostMemory, limit: str
+) -> None:
+    threshold = 0.95 if "monitor" in limit else 1.0
+    left: list[int] = []
+    for promised in (0, 2 * GIB):
+        with pytest.raises(ArenaTooLarge) as refusal:
+            check_room(1 << 50, memory, promised_bytes=promised, monitor_threshold=threshold)
+        assert refusal.value.details["limit"] == limit
+        room = refusal.value.details["left_bytes"]
+        assert isinstance(room, int)
+        left.append(room)
+    assert left[0] - left[1] == 2 * GIB
+
+
 @pytest.mark.parametrize("num_owners", [1, 2, 3, 7])
 def test_all_owners_of_a_host_together_stay_under_the_limit_minus_the_reserve(
     num_owners: int,
