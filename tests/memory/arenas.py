@@ -18,7 +18,12 @@ from rayhicache.core.outcomes import Reserved
 from rayhicache.core.slots import Session, SlotRef
 from rayhicache.memory.arena import Arena
 from rayhicache.memory.owner import ArenaOwner
-from rayhicache.memory.process import ProcessIdentity, own_pid_namespace, start_time_of
+from rayhicache.memory.process import (
+    ProcessIdentity,
+    own_pid_namespace,
+    start_time_of,
+    this_process,
+)
 
 TIER, SEAT = "tier", "seat-0"
 SMALL = 128 << 10
@@ -62,6 +67,11 @@ def open_arena(root: Path, capacity_bytes: int = SMALL) -> Arena:
 
 def open_owner(root: Path, capacity_bytes: int = SMALL, **options: Any) -> ArenaOwner:
     return ArenaOwner(open_arena(root, capacity_bytes), **options)
+
+
+def attach(owner: ArenaOwner) -> int:
+    """This process attaches once more; the session's id."""
+    return owner.attach(plain_layout(), this_process("test")).session
 
 
 def content(page: PageKey, nbytes: int) -> bytes:
