@@ -43,7 +43,7 @@ demo: $(STAMP) ## Two nodes on this machine, a real model, cold against restored
 
 bench: $(STAMP) ## Run the benchmarks, or one of them: ARGS=benchmarks/hashing.py
 	@for file in $(or $(ARGS),$(wildcard benchmarks/[a-z]*.py)); do \
-		echo "# $$file" >&2; $(BIN)/python $$file || exit 1; done
+		echo "# $$file" >&2; $(BIN)/python -m "benchmarks.$$(basename $$file .py)" || exit 1; done
 
 clean: ## Remove what was built, the environment included
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -12,10 +12,11 @@ that are not tokens (images, audio, embeddings share placeholder ids) through th
 from __future__ import annotations
 
 import hashlib
+import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import NewType
+from typing import NewType, cast
 
 from rayhicache.errors import InvalidRequest
 
@@ -23,6 +24,11 @@ PageKey = NewType("PageKey", bytes)
 
 KEY_BYTES = 16
 TOKEN_BYTES = 4
+# Small enough that packing a chunk reuses memory that is in the cache and mapped already.
+CHUNK_TOKENS = 4096
+
+# Copying a fresh hasher is faster than making one: the parameters aren't parsed for each page.
+_EMPTY = hashlib.blake2b(digest_size=KEY_BYTES)
 
 
 def joined(*parts: bytes) -> bytes:
@@ -89,6 +95,8 @@ def token_buffer(tokens: Sequence[int]) -> bytes:
             remedy="pass the tokenizer's ids",
         ) from fault
     assert packed.itemsize == TOKEN_BYTES
+    if sys.byteorder == "big":
+        packed.byteswap()
     return packed.tobytes()
 
 
@@ -110,21 +118,25 @@ def page_keys(
         first_token: position of `tokens[0]` in the prompt, a multiple of `page_tokens`.
 
     Raises:
-        InvalidRequest: an id that is no uint32.
+        InvalidRequest: an id of a whole page that is no uint32.
     """
     assert first_token % page_tokens == 0
     if inputs:
         return _keys_with_inputs(parent, tokens, page_tokens, inputs, first_token)
-    buffer = memoryview(token_buffer(tokens))
+    whole = len(tokens) - len(tokens) % page_tokens
+    chunk = max(CHUNK_TOKENS // page_tokens, 1) * page_tokens
     step = page_tokens * TOKEN_BYTES
-    blake2b = hashlib.blake2b
-    join = b"".join
+    fresh = _EMPTY.copy
     key: bytes = parent
-    keys: list[PageKey] = []
-    for at in range(0, len(buffer) - step + 1, step):
-        key = blake2b(join((key, buffer[at : at + step])), digest_size=KEY_BYTES).digest()
-        keys.append(PageKey(key))
-    return keys
+    keys: list[bytes] = []
+    for first in range(0, whole, chunk):
+        buffer = token_buffer(tokens[first : min(first + chunk, whole)])
+        for at in range(0, len(buffer), step):
+            hasher = fresh()
+            hasher.update(key + buffer[at : at + step])
+            key = hasher.digest()
+            keys.append(key)
+    return cast("list[PageKey]", keys)
 
 
 def _keys_with_inputs(

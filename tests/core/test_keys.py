@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import fields, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayhicache.core.keys import (
+    CHUNK_TOKENS,
     KEY_BYTES,
     InputSpan,
     Namespace,
@@ -87,6 +89,26 @@ def test_keys_of_a_continued_prompt_are_those_of_the_whole(ids: list[int], cut: 
     parent = whole[cut - 1] if cut else HERE.seed()
     rest = page_keys(parent, ids[4 * cut :], 4, first_token=4 * cut)
     assert whole[:cut] + rest == whole
+
+
+def test_keys_are_the_chained_hash_that_the_format_says() -> None:
+    """Arenas outlive a version of this code, so its keys must stay what they are."""
+    key: bytes = HERE.seed()
+    wanted = []
+    for page in range(3):
+        ids = b"".join(token.to_bytes(4, "little") for token in TOKENS[4 * page : 4 * page + 4])
+        key = hashlib.blake2b(key + ids, digest_size=16).digest()
+        wanted.append(key)
+    assert keys_under(HERE) == wanted
+
+
+def test_a_prompt_of_many_chunks_has_the_keys_of_its_pages() -> None:
+    ids = list(range(3 * CHUNK_TOKENS + 10))
+    whole = page_keys(HERE.seed(), ids, 48)
+    cut = page_keys(HERE.seed(), ids[: 48 * 100], 48)
+    rest = page_keys(cut[-1], ids[48 * 100 :], 48, first_token=48 * 100)
+    assert whole == cut + rest
+    assert len(whole) == len(ids) // 48
 
 
 def test_only_whole_pages_have_keys() -> None:
