@@ -28,12 +28,16 @@ _NO_SPECIAL_TOKENS: dict[str, Any] = {
 }
 
 
+def config_of(spec: EngineSpec) -> PretrainedConfig:
+    """The configuration of a spec's model."""
+    return _BUILDERS[spec.model][0](spec)
+
+
 def build_model(spec: EngineSpec) -> PreTrainedModel:
     """The model of a spec, for inference. Takes a second; the caller's random state is kept."""
-    make_config, make_model = _BUILDERS[spec.model]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
-        model = make_model(make_config(spec))
+        model = _BUILDERS[spec.model][1](config_of(spec))
     # PyTorch's own `to`: that of transformers, which wraps it, hides its types.
     torch.nn.Module.to(model, dtype=getattr(torch, spec.dtype))
     model.eval()
@@ -46,9 +50,8 @@ def identity_of(spec: EngineSpec) -> ModelIdentity:
 
     The version of transformers is part of it: it decides what a cache layer is given to keep.
     """
-    make_config, _ = _BUILDERS[spec.model]
     config = {
-        "config": make_config(spec).to_dict(),
+        "config": config_of(spec).to_dict(),
         "transformers": importlib.metadata.version("transformers"),
     }
     packed = json.dumps(config, sort_keys=True, default=str).encode()
