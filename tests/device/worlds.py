@@ -73,11 +73,17 @@ class World:
         self.pools = PoolSet(self.device, self.gate, made)
         self.memories = self.pools.memories()
         self.layout = self.pools.layout(page_tokens)
-        record = self.layout.shape().nbytes
-        (region,) = divide_regions(self.layout, data_offset=0, data_bytes=NUM_SLOTS * record)
-        self.host = torch.full((NUM_SLOTS * record,), poison.POISON, dtype=torch.uint8)
+        widest = max(self.layout.shape(group.name).nbytes for group in self.layout.groups)
+        data_bytes = NUM_SLOTS * widest * len(self.layout.groups)
+        regions = divide_regions(self.layout, data_offset=0, data_bytes=data_bytes)
+        self.host = torch.full((data_bytes,), poison.POISON, dtype=torch.uint8)
         self.space = TransferSpace(
-            self.layout, self.memories, {"full": HostRegion(region=region, data=self.host)}
+            self.layout,
+            self.memories,
+            {
+                each.group: HostRegion(region=each, data=self.host[each.offset :])
+                for each in regions
+            },
         )
         self.copier = Copier(
             self.device,
@@ -220,6 +226,14 @@ def as_bytes(value: object) -> list[torch.Tensor]:
     """The tensors of a reader's answer, as copies of their bytes: NaNs compare too."""
     parts = value if isinstance(value, tuple) else (value,)
     return [part.clone(memory_format=torch.contiguous_format).view(torch.uint8) for part in parts]
+
+
+def all_enqueued(ticket: Ticket) -> None:
+    """Return once the copier has enqueued every layer of every pool."""
+    with ticket.counter._changed:
+        layers = ticket.counter._pending | set(ticket.counter._recorded)
+    for layer_id, pool in sorted(layers):
+        ticket.counter._await_record(layer_id, pool)
 
 
 def step_until(stream: CpuStream, done: Callable[[], bool]) -> None:
