@@ -8,3 +8,6 @@ from __future__ import annotations
 
 if __name__ != "rayhicache.actors":
     raise ImportError(f"imported as {__name__!r}: write `import rayhicache.actors` instead")
+
+# Whatever actor or caller is imported, the messages between them are in the table.
+import rayhicache.actors.messages  # noqa: F401  # after the refusal, for its effect

@@ -144,6 +144,12 @@ class TierClient:
         Raises:
             InvalidRequest: a token id that is no uint32.
         """
+        parent = self.seed(adapter=adapter, salt=salt)
+        keys = page_keys(parent, tokens, self.layout.page_tokens, inputs)
+        return Prompt(tokens=tokens, keys=tuple(keys))
+
+    def seed(self, *, adapter: str = "", salt: str = "") -> PageKey:
+        """The parent of every prompt's first page: what the bytes depend on besides tokens."""
         namespace = Namespace(
             model=self.identity.model,
             revision=self.identity.revision,
@@ -156,8 +162,7 @@ class TierClient:
             layout_fingerprint=self.layout.fingerprint(),
             parallel_shape=self.identity.parallel_shape,
         )
-        keys = page_keys(namespace.seed(), tokens, self.layout.page_tokens, inputs)
-        return Prompt(tokens=tokens, keys=tuple(keys))
+        return namespace.seed()
 
     def lookup(self, prompt: Prompt) -> Found:
         """Find and lease the restorable prefixes. Blocks for one call to the owner.

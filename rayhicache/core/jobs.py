@@ -135,13 +135,7 @@ class JobBook:
             if part.state is PartState.QUEUED:
                 part.state = PartState.RUNNING
                 part.attempt += 1
-                return Assignment(
-                    job=job,
-                    part=number,
-                    attempt=part.attempt,
-                    prompt=part.prompt,
-                    max_new_tokens=part.max_new_tokens,
-                )
+                return self._assignment(job, number, part)
         return None
 
     def tokens(self, run: Assignment, start: int, tokens: Sequence[int]) -> bool:
@@ -155,6 +149,15 @@ class JobBook:
         assert start <= len(part.tokens)
         part.tokens.extend(tokens[len(part.tokens) - start :])
         return True
+
+    def take_queue(self, worker: str) -> list[tuple[str, int, tuple[int, ...]]]:
+        """Empty a worker's queue: (job, part, prompt) of what must be queued elsewhere."""
+        queue, self._queues[worker] = self._queues[worker], []
+        return [
+            (job, number, self._jobs[job][number].prompt)
+            for job, number in queue
+            if self._jobs[job][number].state is PartState.QUEUED
+        ]
 
     def finish(self, run: Assignment, report: PartReport) -> None:
         """A run has made all its tokens."""
@@ -184,9 +187,25 @@ class JobBook:
             if part.state not in ENDED:
                 part.state = PartState.CANCELLED
 
-    def wanted(self, run: Assignment) -> bool:
-        """Whether somebody still waits for this run."""
-        return self._part(run) is not None
+    def running(self, job: str) -> list[tuple[str, Assignment]]:
+        """The runs of a job that are under way, each with its worker."""
+        return [
+            (part.worker, self._assignment(job, number, part))
+            for number, part in enumerate(self._jobs[job])
+            if part.state is PartState.RUNNING
+        ]
+
+    def open_jobs(self) -> list[str]:
+        """The jobs that have a part that has not ended."""
+        return [
+            job
+            for job, parts in self._jobs.items()
+            if any(part.state not in ENDED for part in parts)
+        ]
+
+    def num_parts(self, job: str) -> int:
+        """How many parts a job has."""
+        return len(self._jobs[job])
 
     def knows(self, job: str) -> bool:
         """Whether the job is remembered."""
@@ -225,6 +244,15 @@ class JobBook:
         """Parts by state, of the jobs that are remembered."""
         states = [part.state for parts in self._jobs.values() for part in parts]
         return {state: states.count(state) for state in PartState}
+
+    def _assignment(self, job: str, number: int, part: _Part) -> Assignment:
+        return Assignment(
+            job=job,
+            part=number,
+            attempt=part.attempt,
+            prompt=part.prompt,
+            max_new_tokens=part.max_new_tokens,
+        )
 
     def _part(self, run: Assignment) -> _Part | None:
         """The part of a run, if that is still its current one."""

@@ -181,3 +181,12 @@ class ProcessWatcher:
             assert self._wake_write is not None
             os.close(self._wake_write)
             self._wake_write = None
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by a signal or a debugger: it keeps what it holds."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat[stat.rindex(")") + 1 :].split()[0] in ("T", "t")

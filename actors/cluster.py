@@ -1,0 +1,230 @@
+"""`launch` and `connect`: a cluster as the programs see it that own or use it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ActorAlreadyExistsError
+
+from rayhicache.actors.calls import ActorGone, answer
+from rayhicache.actors.controller import Controller
+from rayhicache.actors.job import GenerateJob, Job
+from rayhicache.actors.local_ray import LocalRay, join
+from rayhicache.actors.messages import Submission
+from rayhicache.actors.naming import NAMESPACE, controller_name
+from rayhicache.actors.remote import CONTROLLER_GROUPS, Placement, create
+from rayhicache.actors.status import ClusterStatus
+from rayhicache.config import ClusterConfig
+from rayhicache.errors import (
+    ClusterClosed,
+    ClusterExists,
+    ClusterNotFound,
+    LaunchFailed,
+    RayHiCacheError,
+)
+from rayhicache.memory.folder import default_root
+from rayhicache.memory.janitor import sweep
+from rayhicache.wire.codec import decode, encode
+
+log = logging.getLogger(__name__)
+
+
+class Cluster:
+    """A running cluster. Any thread may call; several processes may hold the same one."""
+
+    def __init__(self, config: ClusterConfig, controller: Any, local: LocalRay | None) -> None:
+        self.config = config
+        self._controller = controller
+        self._local = local
+        self._closed = False
+
+    @property
+    def address(self) -> str:
+        """Address of the Ray that the cluster runs on, for `connect` in other processes."""
+        if self._local is not None:
+            return self._local.address
+        address: str = ray.get_runtime_context().gcs_address
+        return address
+
+    def submit(self, job: GenerateJob) -> Job:
+        """Queue a job. Returns once its prompts are routed.
+
+        Raises:
+            InvalidRequest, PromptTooLong: it can't be served; nothing was queued.
+            QueueFull: too many prompts are waiting.
+            ClusterClosed: the cluster was shut down.
+        """
+        texts = tuple(prompt for prompt in job.prompts if isinstance(prompt, str))
+        tokens = tuple(tuple(p) for p in job.prompts if not isinstance(p, str))
+        message = encode(Submission(texts=texts, tokens=tokens, max_new_tokens=job.max_new_tokens))
+        limits = self.config.limits
+        name = self._ask("submit", message, timeout=limits.ready_seconds)
+        return Job(name, len(job.prompts), self._controller, limits.call_seconds)
+
+    def status(self) -> ClusterStatus:
+        """How the pools and workers are, now.
+
+        Raises:
+            ClusterClosed: the cluster was shut down.
+        """
+        limit = 2 * self.config.limits.call_seconds
+        return decode(self._ask("status", group="control", timeout=limit), ClusterStatus)
+
+    def settle(self, timeout: float = 30.0) -> bool:
+        """Wait until what the workers stored so far is committed; False on time-out.
+
+        Raises:
+            ClusterClosed: the cluster was shut down.
+        """
+        limit = timeout + 2 * self.config.limits.call_seconds
+        return bool(self._ask("settle", timeout, timeout=limit))
+
+    def shutdown(self) -> None:
+        """End every actor of the cluster, and the local Ray if `launch` started it. Idempotent.
+
+        Jobs are cancelled. The arenas are removed; nothing of the cluster is left.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        _end(self._controller, self.config)
+        if self._local is not None:
+            self._local.stop()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def _ask(self, method: str, *args: object, timeout: float, group: str = "") -> Any:
+        what = f"{method} at cluster {self.config.name!r}"
+        if self._closed:
+            raise ClusterClosed(asked=what, found="it was shut down here", remedy="launch it anew")
+        call = getattr(self._controller, method)
+        if group:
+            call = call.options(concurrency_group=group)
+        try:
+            return answer(call.remote(*args), what, timeout)
+        except ActorGone as fault:
+            raise ClusterClosed(
+                asked=what,
+                found=f"its controller doesn't answer: {fault.found}",
+                remedy="connect again; if that fails, launch the cluster anew",
+            ) from fault
+
+
+def launch(config: ClusterConfig | None = None) -> Cluster:
+    """Bring a cluster up: on the Ray at `config.address`, or on a local one that is started.
+
+    Arenas of tiers that are gone are swept first. A launch that fails leaves nothing behind.
+
+    Raises:
+        RayNotFound: no Ray at the address.
+        ClusterExists: a cluster of that name runs there.
+        ArenaTooLarge, SeatTaken, ArenaError, LayoutMismatch, LaunchFailed: a part can't come up.
+    """
+    config = config or ClusterConfig()
+    local = None
+    if config.address is None:
+        local = LocalRay(config)
+        join(local.address)
+    else:
+        join(config.address)
+    try:
+        sweep(arena_root(config.arena_root), is_running=is_running)
+        controller = _claim(config)
+        try:
+            answer(
+                controller.start.remote(),
+                f"launch cluster {config.name!r}",
+                3 * config.limits.ready_seconds,
+            )
+        except RayHiCacheError as fault:
+            _end(controller, config)
+            if isinstance(fault, ActorGone):
+                raise LaunchFailed(
+                    asked=fault.asked, found=fault.found, remedy="see the controller's log"
+                ) from fault
+            raise
+    except BaseException:
+        if local is not None:
+            local.stop()
+        raise
+    return Cluster(config, controller, local)
+
+
+def connect(name: str = "default", *, address: str = "auto") -> Cluster:
+    """The running cluster of that name, from any process that can reach its Ray.
+
+    Raises:
+        RayNotFound: no Ray at the address.
+        ClusterNotFound: no cluster of that name there.
+    """
+    join(address)
+    what = f"connect to cluster {name!r}"
+    try:
+        controller = ray.get_actor(controller_name(name), namespace=NAMESPACE)
+        config = decode(answer(controller.config.remote(), what, 30.0), ClusterConfig)
+    except (ValueError, ActorGone) as fault:
+        raise ClusterNotFound(
+            asked=what,
+            found=f"no such cluster runs on the Ray at {address!r}",
+            remedy=f"launch it, or choose one of {running_clusters()}",
+        ) from fault
+    return Cluster(config, controller, None)
+
+
+def running_clusters() -> list[str]:
+    """Names of the clusters on the Ray that this process has joined."""
+    suffix = controller_name("")
+    named: Sequence[dict[str, str]] = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(
+        actor["name"].removesuffix(suffix)
+        for actor in named
+        if actor["namespace"] == NAMESPACE and actor["name"].endswith(suffix)
+    )
+
+
+def is_running(name: str) -> bool:
+    """Whether a cluster of that name runs on the Ray that this process has joined."""
+    return name in running_clusters()
+
+
+def arena_root(configured: str) -> Path:
+    """Folder of the arenas."""
+    return Path(configured) if configured else default_root()
+
+
+def _claim(config: ClusterConfig) -> Any:
+    """Create the controller: its name is the cluster's."""
+    try:
+        return create(
+            Controller,
+            controller_name(config.name),
+            Placement(threads=8, groups=CONTROLLER_GROUPS),
+            encode(config),
+        )
+    except ActorAlreadyExistsError as fault:
+        raise ClusterExists(
+            asked=f"launch cluster {config.name!r}",
+            found="one of that name runs on this Ray",
+            remedy=f"connect to it, choose another name, or end it: rayhicache down {config.name}",
+        ) from fault
+
+
+def _end(controller: Any, config: ClusterConfig) -> None:
+    limits = config.limits
+    try:
+        answer(
+            controller.shutdown.options(concurrency_group="control").remote(),
+            f"shut down cluster {config.name!r}",
+            limits.copy_seconds + 4 * limits.call_seconds,
+        )
+    except RayHiCacheError as fault:
+        log.warning("ending the controller without its goodbye: %s", fault)
+    ray.kill(controller, no_restart=True)

@@ -1,0 +1,359 @@
+"""`Controller`: the actor that routes prompts to workers and remembers jobs.
+
+    submit ─► router (directory's hints, queues) ─► a worker's queue ─► its dispatcher thread ─► run
+                    ▲                                                        │ worker died
+                    └────────────────────────────────────────────────────────┘
+
+Decisions are `core.jobs.JobBook` and `core.routing.route`; this class holds their lock, the
+threads and the handles. The class is plain; `rayhicache.actors.remote` makes the actor of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from rayhicache.actors.calls import ActorGone, answer
+from rayhicache.actors.directory import DirectoryClient
+from rayhicache.actors.messages import News, PartResult, Submission
+from rayhicache.actors.roster import Roster
+from rayhicache.actors.status import ClusterStatus, PoolStatus, WorkerStatus
+from rayhicache.config import ClusterConfig
+from rayhicache.core.jobs import Assignment, JobBook, PartState
+from rayhicache.core.keys import page_keys
+from rayhicache.core.routing import Costs, WorkerView, route
+from rayhicache.engines.tokenizer import decode as detokenize
+from rayhicache.engines.tokenizer import encode as tokenize
+from rayhicache.errors import (
+    ClusterClosed,
+    InvalidRequest,
+    JobFailed,
+    PromptTooLong,
+    QueueFull,
+    RayHiCacheError,
+)
+from rayhicache.logs import name_process
+from rayhicache.wire.codec import decode, encode
+
+log = logging.getLogger(__name__)
+
+RETURN_SECONDS = 0.25
+NEWS_SECONDS_MAX = 30.0
+
+
+class Controller:
+    """One cluster's jobs and actors."""
+
+    def __init__(self, config: bytes) -> None:
+        self._config = decode(config, ClusterConfig)
+        self._roster = Roster(config=self._config)
+        self._book = JobBook(
+            parts_max=self._config.limits.queue_max, tries_max=self._config.limits.tries_max
+        )
+        self._directory = DirectoryClient(self._config.name, self._config.limits.call_seconds)
+        self._changed = threading.Condition()
+        self._away: set[str] = set()
+        self._texts: dict[str, bool] = {}
+        self._closed = False
+        self._started = False
+        name_process(tier=self._config.name, node="controller", epoch=0)
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            # A later life finds the actors by name; the jobs of the earlier one are lost.
+            threading.Thread(target=self._restart, name="restart", daemon=True).start()
+
+    def start(self) -> None:
+        """Bring the cluster up; when this fails, everything that had come up is gone again.
+
+        Raises:
+            RayHiCacheError: what an actor says, or `LaunchFailed`.
+        """
+        try:
+            self._roster.start()
+        except RayHiCacheError:
+            self._roster.stop()
+            raise
+        with self._changed:
+            for name in self._roster.registered:
+                self._book.add_worker(name)
+            self._started = True
+        for name in self._roster.workers:
+            threading.Thread(
+                target=self._dispatch, args=(name,), name=f"dispatch-{name}", daemon=True
+            ).start()
+
+    def ready(self) -> bool:
+        """Whether the cluster is up."""
+        return self._started
+
+    # ── jobs ────────────────────────────────────────────────────────────────────────────────
+
+    def submit(self, submission: bytes) -> str:
+        """Queue a job; its id.
+
+        Raises:
+            InvalidRequest, PromptTooLong: the job can't be served; nothing was queued.
+            QueueFull: too many prompts are waiting.
+            ClusterClosed: after `shutdown`.
+        """
+        job = decode(submission, Submission)
+        prompts = job.tokens or tuple(tuple(tokenize(text)) for text in job.texts)
+        self._check(prompts, job.max_new_tokens)
+        name = uuid.uuid4().hex[:16]
+        with self._changed:
+            self._check_open()
+            if len(prompts) > self._book.room():
+                raise QueueFull(
+                    asked=f"submit {len(prompts)} prompts",
+                    found=f"{self._book.room()} of {self._book.parts_max} places are free",
+                    remedy="wait for earlier jobs, submit fewer at once, or raise queue_max",
+                )
+            self._book.add_job(name, prompts, job.max_new_tokens)
+            self._texts = {known: t for known, t in self._texts.items() if self._book.knows(known)}
+            self._texts[name] = bool(job.texts)
+        for part, prompt in enumerate(prompts):
+            self._enqueue(name, part, prompt)
+        return name
+
+    def news(self, job: str, cursors: Sequence[int], timeout: float) -> bytes:
+        """`News` of a job since these token counts; waits for some, at most `timeout` seconds.
+
+        Raises:
+            JobFailed: the controller doesn't know the job, or forgot it.
+        """
+        with self._changed:
+            self._check_job(job)
+            self._changed.wait_for(
+                lambda: self._closed or self._book.has_news(job, cursors),
+                min(timeout, NEWS_SECONDS_MAX),
+            )
+            return encode(News(parts=self._book.update(job, cursors)))
+
+    def texts(self, job: str) -> list[str]:
+        """The answers of a job of strings so far, as text; nothing for a job of token ids."""
+        with self._changed:
+            self._check_job(job)
+            if not self._texts.get(job):
+                return []
+            parts = self._book.update(job, [0] * self._book.num_parts(job))
+        return [detokenize(part.tokens) for part in parts]
+
+    def cancel(self, job: str) -> None:
+        """End a job's parts that have not ended."""
+        with self._changed:
+            self._check_job(job)
+            running = self._book.running(job)
+            self._book.cancel(job)
+            self._changed.notify_all()
+        for worker, run in running:
+            self._roster.workers[worker].cancel.options(concurrency_group="control").remote(
+                run.job, run.part, run.attempt
+            )
+
+    def tokens(self, assignment: bytes, start: int, tokens: Sequence[int]) -> None:
+        """A worker tells of tokens that a run has made."""
+        run = decode(assignment, Assignment)
+        with self._changed:
+            if self._book.tokens(run, start, tokens):
+                self._changed.notify_all()
+
+    # ── the cluster ─────────────────────────────────────────────────────────────────────────
+
+    def config(self) -> bytes:
+        """The `ClusterConfig` that the cluster was launched with."""
+        return encode(self._config)
+
+    def status(self) -> bytes:
+        """A `ClusterStatus`."""
+        calls = {
+            seat: pool.status.options(concurrency_group="control").remote()
+            for seat, pool in self._roster.pools.items()
+        }
+        pools, unreachable = [], []
+        for seat, call in calls.items():
+            try:
+                found = answer(call, f"ask seat {seat!r}", self._config.limits.call_seconds)
+            except RayHiCacheError as fault:
+                log.warning("status without seat %s: %s", seat, fault)
+                unreachable.append(seat)
+            else:
+                pools.append(decode(found, PoolStatus))
+        with self._changed:
+            counts = self._book.counts()
+            workers = tuple(
+                WorkerStatus(
+                    name=name,
+                    seat=ready.seat,
+                    available=name not in self._away,
+                    queued_tokens=self._book.queued_tokens(name),
+                )
+                for name, ready in self._roster.registered.items()
+            )
+        return encode(
+            ClusterStatus(
+                name=self._config.name,
+                pools=tuple(pools),
+                unreachable=tuple(unreachable),
+                workers=workers,
+                queued=counts[PartState.QUEUED],
+                running=counts[PartState.RUNNING],
+            )
+        )
+
+    def settle(self, timeout: float) -> bool:
+        """Wait until every worker's stores so far are committed; False on time-out."""
+        calls = [
+            worker.settle.options(concurrency_group="control").remote(timeout)
+            for worker in self._roster.workers.values()
+        ]
+        limit = timeout + self._config.limits.call_seconds
+        return all([bool(answer(call, "settle", limit)) for call in calls])
+
+    def shutdown(self) -> None:
+        """Cancel all jobs, end every actor but this one, remove the arenas. Idempotent."""
+        with self._changed:
+            self._closed = True
+            jobs = self._book.open_jobs()
+            self._changed.notify_all()
+        for job in jobs:
+            self.cancel(job)
+        self._roster.stop()
+
+    # ── inside ──────────────────────────────────────────────────────────────────────────────
+
+    def _restart(self) -> None:
+        try:
+            self.start()
+        except RayHiCacheError as fault:
+            log.error("the controller's new life can't start: %s", fault)
+
+    def _check(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> None:
+        ready = next(iter(self._roster.registered.values()), None)
+        longest = min((w.longest for w in self._roster.registered.values()), default=0)
+        self._check_open()
+        assert ready is not None, "a cluster that has started has a worker"
+        vocabulary = self._config.engine.vocab_size
+        for number, prompt in enumerate(prompts):
+            if not prompt or min(prompt) < 0 or max(prompt) >= vocabulary or max_new_tokens < 1:
+                raise InvalidRequest(
+                    asked=f"serve prompt {number} of a job, {max_new_tokens} new tokens",
+                    found=f"{len(prompt)} token ids; they must be in [0, {vocabulary:,})",
+                    remedy="pass at least one token of the model's vocabulary, and ask for one",
+                )
+            if len(prompt) + max_new_tokens > longest:
+                raise PromptTooLong(
+                    asked=f"serve prompt {number} of a job: {len(prompt)} tokens and "
+                    f"{max_new_tokens} new ones",
+                    found=f"the engine takes {longest} tokens",
+                    remedy="shorten the prompt, or give the engine more blocks or positions",
+                )
+
+    def _check_open(self) -> None:
+        if self._closed or not self._started:
+            raise ClusterClosed(
+                asked=f"use cluster {self._config.name!r}",
+                found="it was shut down" if self._closed else "it hasn't started",
+                remedy="launch it",
+            )
+
+    def _check_job(self, job: str) -> None:
+        if not self._book.knows(job):
+            raise JobFailed(
+                asked=f"follow job {job}",
+                found="the controller doesn't know it: it is of another life, or long ended",
+                remedy="submit it again",
+            )
+
+    def _enqueue(self, job: str, part: int, prompt: tuple[int, ...]) -> None:
+        """Route one part to the worker that has it ready first."""
+        ready = next(iter(self._roster.registered.values()))
+        keys = page_keys(ready.seed, prompt, self._config.page_tokens)
+        counts = self._directory.counts(keys)
+        page = self._config.page_tokens
+        with self._changed:
+            names = [n for n in self._book.workers() if n not in self._away]
+            views = []
+            for name in names or self._book.workers():
+                seat = self._roster.registered[name].seat
+                local = counts.get(seat, 0)
+                best = max(counts.values(), default=0)
+                views.append(
+                    WorkerView(
+                        id=name,
+                        queued_tokens=self._book.queued_tokens(name),
+                        local_tokens=min(local * page, len(prompt) - 1),
+                        remote_tokens=max(min(best * page, len(prompt) - 1) - local * page, 0),
+                    )
+                )
+            worker = route(len(prompt), views, Costs())
+            assert worker is not None
+            self._book.enqueue(job, part, worker)
+            self._changed.notify_all()
+
+    def _dispatch(self, worker: str) -> None:
+        """One worker's thread: run what is queued for it, one part after the other."""
+        while True:
+            with self._changed:
+                run: Assignment | None = None
+                while run is None:
+                    if self._closed:
+                        return
+                    run = self._book.take(worker)
+                    if run is None:
+                        self._changed.wait()
+            self._run(worker, run)
+
+    def _run(self, worker: str, run: Assignment) -> None:
+        handle: Any = self._roster.workers.get(worker)
+        if handle is None:
+            return
+        what = f"run part {run.part} of job {run.job} on {worker!r}"
+        try:
+            found = answer(handle.run.remote(encode(run)), what, self._config.limits.part_seconds)
+        except ActorGone as fault:
+            log.warning("%s", fault)
+            self._failed(run, str(fault), retry=True, away=worker)
+            self._wait_for_return(worker)
+        except RayHiCacheError as fault:
+            self._failed(run, str(fault), retry=False)
+        else:
+            result = decode(found, PartResult)
+            with self._changed:
+                self._book.tokens(run, 0, result.tokens)
+                self._book.finish(run, result.report)
+                self._changed.notify_all()
+
+    def _failed(self, run: Assignment, cause: str, *, retry: bool, away: str = "") -> None:
+        with self._changed:
+            again = (
+                [(run.job, run.part, run.prompt)]
+                if self._book.fail(run, cause, retry=retry)
+                else []
+            )
+            if away:
+                self._away.add(away)
+                again += self._book.take_queue(away)
+            self._changed.notify_all()
+        for job, part, prompt in again:
+            self._enqueue(job, part, prompt)
+
+    def _wait_for_return(self, worker: str) -> None:
+        """Ray restarts a worker; it gets no work before it has registered again."""
+        while True:
+            with self._changed:
+                if self._closed:
+                    return
+            try:
+                self._roster.register(worker)
+            except RayHiCacheError as fault:
+                log.warning("waiting for %s: %s", worker, fault)
+                time.sleep(RETURN_SECONDS)
+                continue
+            with self._changed:
+                self._away.discard(worker)
+            return

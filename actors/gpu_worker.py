@@ -1,0 +1,156 @@
+"""`GpuWorker`: the actor that runs an engine, one prompt at a time.
+
+The class is plain; `rayhicache.actors.remote` makes the actor of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+import ray
+import torch
+
+from rayhicache.actors.link import RayPort
+from rayhicache.actors.messages import PartResult, WorkerReady
+from rayhicache.actors.naming import NAMESPACE, controller_name
+from rayhicache.actors.settings import WorkerSettings
+from rayhicache.core.jobs import Assignment, PartReport
+from rayhicache.core.keys import PageKey
+from rayhicache.device.copier import CopyLimits
+from rayhicache.engines.transformers_engine import TransformersEngine
+from rayhicache.errors import JobCancelled, RayHiCacheError
+from rayhicache.logs import name_process
+from rayhicache.wire.codec import decode, encode
+
+log = logging.getLogger(__name__)
+
+TELL_SECONDS = 0.05
+
+
+class GpuWorker:
+    """One engine on one node. Ray restarts it, and its node's pool still has what it stored.
+
+    The constructor never fails, so that Ray doesn't restart a worker that can't come up: `ready`
+    raises what went wrong.
+    """
+
+    def __init__(self, settings: bytes) -> None:
+        self._settings = decode(settings, WorkerSettings)
+        self._fault: RayHiCacheError | None = None
+        self._cancelled: set[tuple[str, int, int]] = set()
+        name_process(tier=self._settings.cluster, node=self._settings.seat, epoch=0)
+        # One thread: workers share the node's cores, and equal runs then give equal bits.
+        torch.set_num_threads(1)
+        try:
+            self._start()
+        except RayHiCacheError as fault:
+            log.error("worker %s can't start: %s", self._settings.name, fault)
+            self._fault = fault
+
+    def _start(self) -> None:
+        settings = self._settings
+        port = RayPort(
+            settings.cluster,
+            settings.seat,
+            client=settings.name,
+            call_seconds=settings.call_seconds,
+            pull_seconds=settings.pull_seconds,
+        )
+        self._engine = TransformersEngine(
+            settings.engine,
+            port,
+            page_tokens=settings.page_tokens,
+            limits=CopyLimits(
+                wait_seconds=settings.wait_seconds, copy_seconds=settings.copy_seconds
+            ),
+        )
+
+    def ready(self) -> bytes:
+        """The worker's registration, a `WorkerReady`, once its engine is up.
+
+        Raises:
+            NoLocalPool, LayoutMismatch, UnknownModel: why it isn't.
+        """
+        if self._fault is not None:
+            raise self._fault
+        settings = self._settings
+        engine = settings.engine
+        ready = WorkerReady(
+            name=settings.name,
+            seat=settings.seat,
+            pid=os.getpid(),
+            seed=PageKey(self._engine.client.seed()),
+            longest=min(engine.max_positions, engine.num_blocks * settings.page_tokens),
+        )
+        return encode(ready)
+
+    def run(self, assignment: bytes) -> bytes:
+        """Answer one prompt; a `PartResult`. Tokens are told to the controller on the way.
+
+        Raises:
+            JobCancelled: `cancel` came for this run.
+            InvalidRequest, PromptTooLong: the prompt can't be served here or elsewhere.
+        """
+        run = decode(assignment, Assignment)
+        mine = (run.job, run.part, run.attempt)
+        teller = _Teller(self._settings.cluster, assignment)
+        try:
+            made = self._engine.generate(
+                f"{run.job}/{run.part}",
+                run.prompt,
+                run.max_new_tokens,
+                on_token=teller.token,
+                cancelled=lambda: mine in self._cancelled,
+            )
+        except JobCancelled:
+            self._cancelled.discard(mine)
+            raise
+        report = PartReport(
+            prompt_tokens=made.prompt_tokens,
+            restored_local_tokens=made.restored_local_tokens,
+            restored_remote_tokens=made.restored_remote_tokens,
+            recomputed_tokens=made.recomputed_tokens,
+            ttft_seconds=made.ttft_seconds,
+            worker=self._settings.name,
+        )
+        return encode(PartResult(tokens=made.tokens, report=report))
+
+    def cancel(self, job: str, part: int, attempt: int) -> None:
+        """End a run at its next forward. One that isn't running is passed over."""
+        self._cancelled.add((job, part, attempt))
+
+    def settle(self, timeout: float) -> bool:
+        """Wait until what was stored so far is committed; False on time-out."""
+        return self._engine.settle(timeout)
+
+    def close(self) -> None:
+        """End the session with the pool. Idempotent."""
+        if self._fault is None:
+            self._engine.close(self._settings.copy_seconds)
+
+
+class _Teller:
+    """Tells the controller of tokens: the first at once, then some at a time."""
+
+    def __init__(self, cluster: str, assignment: bytes) -> None:
+        self._controller: Any = ray.get_actor(controller_name(cluster), namespace=NAMESPACE)
+        self._assignment = assignment
+        self._start = 0
+        self._tokens: list[int] = []
+        self._told = 0.0
+
+    def token(self, token: int) -> None:
+        """A token was made. What isn't told here is in the run's result."""
+        self._tokens.append(token)
+        now = time.monotonic()
+        if now - self._told < TELL_SECONDS:
+            return
+        self._controller.tokens.options(concurrency_group="workers").remote(
+            self._assignment, self._start, list(self._tokens)
+        )
+        self._start += len(self._tokens)
+        self._tokens.clear()
+        self._told = now

@@ -1,0 +1,201 @@
+"""The Ray `Port`: a worker's way to the `L2Pool` of its node."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+
+from rayhicache.actors.calls import ActorGone, answer
+from rayhicache.actors.naming import NAMESPACE, pool_name
+from rayhicache.core.hits import Hit
+from rayhicache.core.keys import PageKey
+from rayhicache.core.layout import RecordLayout
+from rayhicache.core.outcomes import Reserved
+from rayhicache.core.slots import SlotRef
+from rayhicache.errors import (
+    NoLocalPool,
+    PoolUnreachable,
+    RayHiCacheError,
+    SessionEnded,
+)
+from rayhicache.memory.open_leases import OpenLeases
+from rayhicache.memory.port import Attachment, OpenSlots
+from rayhicache.memory.process import this_process
+from rayhicache.memory.view import ArenaView
+from rayhicache.wire.codec import decode, encode
+from rayhicache.wire.messages import Commit, Refs, pack_keys
+
+log = logging.getLogger(__name__)
+
+WATCH_SECONDS = 0.1
+
+
+class RayPort:
+    """See `rayhicache.memory.port.Port`. Every call is one actor call with a limit.
+
+    A thread reads the pool's epoch from the mapped arena; when it has changed the pool was
+    restarted, and the port attaches its session again by itself, with what is open.
+
+    Args:
+        seat: of this node's pool.
+        client: a name for people.
+        call_seconds: limit of a call; a lookup that pulls may take `pull_seconds` more.
+    """
+
+    def __init__(
+        self, cluster: str, seat: str, *, client: str, call_seconds: float, pull_seconds: float
+    ) -> None:
+        self._cluster = cluster
+        self._seat = seat
+        self._client = client
+        self._call_seconds = call_seconds
+        self._pull_seconds = pull_seconds
+        self._leases = OpenLeases()
+        self._lock = threading.Lock()
+        self._session: int | None = None
+        self._epoch = 0
+        self._layout: RecordLayout | None = None
+        self._open_slots: Callable[[], OpenSlots] | None = None
+        self._closed = threading.Event()
+        self._view: ArenaView | None = None
+        self._watcher = threading.Thread(target=self._watch, name="epoch-watcher", daemon=True)
+        try:
+            self._pool: Any = ray.get_actor(pool_name(cluster, seat), namespace=NAMESPACE)
+        except ValueError as fault:
+            raise NoLocalPool(
+                asked=f"reach the pool of seat {seat!r} in cluster {cluster!r}",
+                found="Ray knows no such actor",
+                remedy="launch the cluster, or run the worker on a node that has a pool",
+            ) from fault
+
+    def attach(self, layout: RecordLayout, open_slots: Callable[[], OpenSlots]) -> Attachment:
+        """See `Port.attach`."""
+        assert self._session is None, "a port has one session"
+        identity = encode(this_process(self._client))
+        attachment = decode(self._ask("attach", "attach", encode(layout), identity), Attachment)
+        self._layout, self._open_slots = layout, open_slots
+        self._view = ArenaView.open(attachment)
+        self._session, self._epoch = attachment.session, attachment.epoch
+        self._watcher.start()
+        return attachment
+
+    def lookup(self, keys: Sequence[PageKey]) -> Hit:
+        """See `Port.lookup`. What the mapped index has already is one short call."""
+        assert self._view is not None
+        packed = pack_keys(keys)
+        if self._view.probe(keys) == len(keys):
+            answered = self._ask("lookup", "lookup", self._opened(), packed)
+        else:
+            answered = self._ask(
+                "look up and pull",
+                "lookup_or_pull",
+                self._opened(),
+                packed,
+                group="pull",
+                timeout=self._call_seconds + self._pull_seconds,
+            )
+        hit = decode(answered, Hit)
+        if hit.lease is not None:
+            self._leases.granted(hit.lease.id)
+        return hit
+
+    def reserve(
+        self, keys: Sequence[PageKey], *, parent: PageKey | None, group: str = "full"
+    ) -> Reserved | None:
+        """See `Port.reserve`."""
+        answered = self._ask(
+            "reserve", "reserve", self._opened(), pack_keys(keys), bytes(parent or b""), group
+        )
+        return None if answered is None else decode(answered, Reserved)
+
+    def commit(self, refs: Sequence[SlotRef], digests: Sequence[tuple[int, ...]]) -> int:
+        """See `Port.commit`."""
+        message = encode(Commit(refs=tuple(refs), digests=tuple(digests)))
+        return int(self._ask("commit", "commit", self._opened(), message))
+
+    def abort(self, refs: Sequence[SlotRef], *, sealed: bool) -> None:
+        """See `Port.abort`."""
+        self._ask("abort", "abort", self._opened(), encode(Refs(refs=tuple(refs))), sealed)
+
+    def unseal(self, refs: Sequence[SlotRef]) -> None:
+        """See `Port.unseal`."""
+        self._ask("unseal", "unseal", self._opened(), encode(Refs(refs=tuple(refs))))
+
+    def release(self, lease: int) -> None:
+        """See `Port.release`."""
+        at_owner = self._leases.released(lease)
+        if at_owner is not None:
+            self._ask("release a lease", "release", at_owner)
+
+    def doubt(self, keys: Sequence[PageKey]) -> None:
+        """See `Port.doubt`."""
+        self._ask("doubt records", "doubt", pack_keys(keys))
+
+    def close(self) -> None:
+        """See `Port.close`."""
+        self._closed.set()
+        session, self._session = self._session, None
+        if session is None:
+            return
+        self._watcher.join(self._call_seconds)
+        if self._view is not None:
+            self._view.close()
+        self._ask("detach", "detach", session)
+
+    def _watch(self) -> None:
+        assert self._view is not None
+        while not self._closed.wait(WATCH_SECONDS):
+            if self._view.epoch() == self._epoch:
+                continue
+            try:
+                self._reattach()
+            except RayHiCacheError as fault:
+                log.warning("attaching again to seat %s: %s", self._seat, fault)
+
+    def _reattach(self) -> None:
+        """Go on with the pool's new life: name what is open, so that nobody else gets it."""
+        session = self._session
+        assert self._open_slots is not None
+        if session is None:
+            return
+        identity = encode(this_process(self._client))
+        slots = encode(self._open_slots())
+        answered, lease = self._ask("attach again", "reattach", session, identity, slots)
+        again = decode(answered, Attachment)
+        with self._lock:
+            self._leases.recovered(lease)
+            self._epoch = again.epoch
+        log.info("attached again to seat %s in epoch %d", self._seat, again.epoch)
+
+    def _ask(
+        self, what: str, method: str, *args: object, group: str = "", timeout: float | None = None
+    ) -> Any:
+        call = getattr(self._pool, method)
+        if group:
+            call = call.options(concurrency_group=group)
+        try:
+            return answer(
+                call.remote(*args),
+                f"{what} at the pool of seat {self._seat!r} (process {os.getpid()})",
+                timeout or self._call_seconds,
+            )
+        except ActorGone as fault:
+            raise PoolUnreachable(
+                asked=fault.asked,
+                found=fault.found,
+                remedy="go on without the tier; Ray restarts the pool and it keeps its records",
+            ) from fault
+
+    def _opened(self) -> int:
+        if self._session is None:
+            raise SessionEnded(
+                asked=f"use the port of {self._client!r}",
+                found="it is not attached",
+                remedy="attach first, and don't use it after close",
+            )
+        return self._session

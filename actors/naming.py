@@ -1,0 +1,26 @@
+"""Names of a cluster's actors. All are detached, in one Ray namespace, found by name."""
+
+from __future__ import annotations
+
+NAMESPACE = "rayhicache"
+SEAT_LABEL = "rayhicache-seat"
+
+
+def controller_name(cluster: str) -> str:
+    """Name of a cluster's controller; whoever creates it owns the cluster's name."""
+    return f"{cluster}/controller"
+
+
+def pool_name(cluster: str, seat: str) -> str:
+    """Name of a seat's pool."""
+    return f"{cluster}/pool/{seat}"
+
+
+def directory_name(cluster: str) -> str:
+    """Name of the directory's only shard."""
+    return f"{cluster}/directory/0"
+
+
+def worker_name(cluster: str, seat: str, number: int) -> str:
+    """Name of one of a seat's workers."""
+    return f"{cluster}/worker/{seat}/{number}"

@@ -1,0 +1,107 @@
+"""What a cluster is made of: every number has a default, a unit and a check."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, fields
+
+from rayhicache.engines.spec import EngineSpec
+from rayhicache.errors import InvalidConfig
+
+MIB = 1 << 20
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits and time-outs of a cluster, in seconds unless their name says otherwise.
+
+    Attributes:
+        ready_seconds: for an actor to come up.
+        call_seconds: for one call to a pool, a directory or a peer.
+        pull_seconds: for pulling one prefix from another node.
+        lease_seconds: after which a reader of another node loses its lease.
+        part_seconds: for one prompt of a job, on one worker.
+        wait_seconds: for a layer to be enqueued while a reader waits.
+        copy_seconds: for one load or store; later ones stay sealed until they have passed.
+        queue_max: prompts that may be queued or running in the cluster.
+        tries_max: workers that a prompt is tried on before its job fails.
+        chunk_bytes: about the size of one chunk between nodes.
+        chunks_in_flight: chunks of one pull asked for and not yet there.
+    """
+
+    ready_seconds: float = 120.0
+    call_seconds: float = 5.0
+    pull_seconds: float = 30.0
+    lease_seconds: float = 60.0
+    part_seconds: float = 600.0
+    wait_seconds: float = 30.0
+    copy_seconds: float = 60.0
+    queue_max: int = 1024
+    tries_max: int = 3
+    chunk_bytes: int = 4 * MIB
+    chunks_in_flight: int = 3
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+                raise _invalid(f"limits.{one.name} = {value!r}", "choose a number above 0")
+        if self.lease_seconds < self.pull_seconds:
+            raise _invalid(
+                f"limits.lease_seconds = {self.lease_seconds} under "
+                f"limits.pull_seconds = {self.pull_seconds}",
+                "a lease must outlast the pull that reads under it",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """One tier with its workers.
+
+    Attributes:
+        name: of the cluster; at most one runs under a name on one Ray.
+        address: of the Ray to join, "auto" for this machine's; None starts a local one.
+        local_nodes: Ray nodes that a local start gives.
+        arena_bytes: host memory that each node's pool owns.
+        page_tokens: tokens a page.
+        engine: what the workers run.
+        workers_per_node: workers on each node.
+        arena_root: folder of the arenas on every node, empty for `/dev/shm/rayhicache-<uid>`.
+        object_store_bytes: of each local node; the tier's bytes are not in it.
+        limits: and time-outs.
+
+    Raises:
+        InvalidConfig: says which value, and what would be right.
+    """
+
+    name: str = "default"
+    address: str | None = None
+    local_nodes: int = 1
+    arena_bytes: int = 256 * MIB
+    page_tokens: int = 64
+    engine: EngineSpec = field(default_factory=EngineSpec)
+    workers_per_node: int = 1
+    arena_root: str = ""
+    object_store_bytes: int = 128 * MIB
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise _invalid(
+                f"name = {self.name!r}", "use 1 to 63 letters, digits, '_', '.' and '-'"
+            )
+        for name, low, high in (
+            ("local_nodes", 1, 64),
+            ("arena_bytes", MIB, 1 << 46),
+            ("page_tokens", 1, 1 << 16),
+            ("workers_per_node", 1, 64),
+            ("object_store_bytes", 80 * MIB, 1 << 40),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise _invalid(f"{name} = {value!r}", f"choose an integer in [{low:,}, {high:,}]")
+
+
+def _invalid(found: str, remedy: str) -> InvalidConfig:
+    return InvalidConfig(asked="make a cluster's configuration", found=found, remedy=remedy)
