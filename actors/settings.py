@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rayhicache.config import ClusterConfig
-from rayhicache.engines.spec import EngineSpec
+from rayhicache.config import ClusterConfig, EngineSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rayhicache.engines.spec import MODELS, EngineSpec
+from rayhicache.config import MODELS, EngineSpec
 from rayhicache.requests import ModelIdentity
 
 _NO_SPECIAL_TOKENS: dict[str, Any] = {

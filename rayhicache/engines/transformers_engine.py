@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rayhicache.client import TierClient
+from rayhicache.config import EngineSpec
 from rayhicache.device.copier import CopyLimits
 from rayhicache.device.cpu import CpuDevice
 from rayhicache.device.protocols import Device
 from rayhicache.device.ticket import Ticket
 from rayhicache.engines.models import build_model, identity_of
 from rayhicache.engines.runner import ModelRunner, OnLogits
-from rayhicache.engines.spec import EngineSpec
 from rayhicache.errors import (
     GateTimeout,
     InvalidRequest,

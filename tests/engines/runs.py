@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from rayhicache.config import EngineSpec
 from rayhicache.device.protocols import Event, Stream
 from rayhicache.engines.models import config_of
-from rayhicache.engines.spec import EngineSpec
 from rayhicache.engines.transformers_engine import Generation, TransformersEngine
 from rayhicache.memory.arena import Arena
 from rayhicache.memory.local import LocalPort

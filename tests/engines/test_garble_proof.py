@@ -14,9 +14,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from rayhicache.config import EngineSpec
 from rayhicache.device.cpu import CpuDevice
 from rayhicache.engines import models
-from rayhicache.engines.spec import EngineSpec
 from rayhicache.engines.tokenizer import encode
 from rayhicache.engines.transformers_engine import TransformersEngine
 from rayhicache.testing.faults import HoldingDevice, ungated

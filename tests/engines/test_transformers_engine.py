@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from rayhicache.config import EngineSpec
 from rayhicache.device.copier import CopyLimits
 from rayhicache.device.cpu import CpuDevice
 from rayhicache.device.protocols import Direction
-from rayhicache.engines.spec import EngineSpec
 from rayhicache.errors import (
     InvalidConfig,
     InvalidRequest,
