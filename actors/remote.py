@@ -60,5 +60,7 @@ def create(kind: type, name: str, placement: Placement, *args: object) -> Any:
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
             node_id=placement.node, soft=False
         )
-    actor = ray.remote(concurrency_groups=dict(placement.groups))(kind)
+    # Ray's own annotations don't know this argument of its decorator.
+    decorate: Any = ray.remote
+    actor = decorate(concurrency_groups=dict(placement.groups))(kind)
     return actor.options(**options).remote(*args)

@@ -64,7 +64,7 @@ class PeerServer:
         return payload
 
     def acknowledge(self, lease: int, suspects: Sequence[PageKey]) -> None:
-        """See `Transport.acknowledge`: suspects are forgotten at once. A lease that has ended already is no fault."""
+        """See `Transport.acknowledge`. A lease that has ended already is no fault."""
         if suspects:
             self._owner.doubt(suspects)
         try:
