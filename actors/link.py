@@ -23,6 +23,7 @@ from rayhicache.errors import (
     RayHiCacheError,
     SessionEnded,
 )
+from rayhicache.logs import name_process
 from rayhicache.memory.open_leases import OpenLeases
 from rayhicache.memory.port import Attachment, OpenSlots
 from rayhicache.memory.process import this_process
@@ -81,6 +82,7 @@ class RayPort:
         self._layout, self._open_slots = layout, open_slots
         self._view = ArenaView.open(attachment)
         self._session, self._epoch = attachment.session, attachment.epoch
+        name_process(tier=self._cluster, node=self._seat, epoch=self._epoch)
         self._watcher.start()
         return attachment
 
@@ -170,6 +172,7 @@ class RayPort:
         with self._lock:
             self._leases.recovered(lease)
             self._epoch = again.epoch
+        name_process(tier=self._cluster, node=self._seat, epoch=again.epoch)
         log.info("attached again to seat %s in epoch %d", self._seat, again.epoch)
 
     def _ask(

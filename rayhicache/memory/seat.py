@@ -11,7 +11,7 @@ from pathlib import Path
 from rayhicache.errors import ArenaError, ArenaTooLarge, SeatTaken
 from rayhicache.memory import folder as folders
 from rayhicache.memory import format as fmt
-from rayhicache.memory.sizes import HostMemory, check_room, read_host_memory
+from rayhicache.memory.sizes import HostMemory, check_room, ray_monitor_threshold, read_host_memory
 
 _FILL_CHUNK_BYTES = 256 << 20
 
@@ -97,6 +97,7 @@ def _grant(fd: int, path: Path, capacity_bytes: int, memory: HostMemory | None) 
             capacity_bytes,
             memory or read_host_memory(root),
             promised_bytes=folders.promised_bytes(root, besides=path),
+            monitor_threshold=ray_monitor_threshold(),
         )
         os.ftruncate(fd, capacity_bytes)
     except BaseException:

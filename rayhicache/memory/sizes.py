@@ -14,6 +14,7 @@ from pathlib import Path
 from rayhicache.errors import ArenaTooLarge
 
 RAY_MEMORY_USAGE_THRESHOLD = 0.95
+RAY_THRESHOLD_VARIABLE = "RAY_memory_usage_threshold"
 RESERVE_BYTES = 128 << 20
 _NO_LIMIT = 1 << 60
 _HUGE_PAGE_BYTES = 1 << 21
@@ -102,6 +103,15 @@ def _inactive(folder: Path, name: str) -> int:
     except FileNotFoundError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)
+
+
+def ray_monitor_threshold() -> float:
+    """The fraction of memory above which Ray's monitor kills, as this process was told it."""
+    told = os.environ.get(RAY_THRESHOLD_VARIABLE, "")
+    try:
+        return float(told)
+    except ValueError:
+        return RAY_MEMORY_USAGE_THRESHOLD
 
 
 def check_room(

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from rayhicache.errors import ArenaTooLarge
-from rayhicache.memory.sizes import HostMemory, check_room, read_host_memory
+from rayhicache.memory.sizes import (
+    HostMemory,
+    check_room,
+    ray_monitor_threshold,
+    read_host_memory,
+)
 
 GIB = 1 << 30
 HOST = HostMemory(
@@ -141,3 +146,11 @@ def test_this_host_can_be_read() -> None:
     memory = read_host_memory(Path("/dev/shm"))
     assert 0 < memory.available <= memory.total
     assert memory.filesystem_free > 0
+
+
+@pytest.mark.parametrize(("told", "threshold"), [("0.8", 0.8), ("", 0.95), ("much", 0.95)])
+def test_rays_threshold_is_the_one_that_this_process_was_told(
+    monkeypatch: pytest.MonkeyPatch, told: str, threshold: float
+) -> None:
+    monkeypatch.setenv("RAY_memory_usage_threshold", told)
+    assert ray_monitor_threshold() == threshold
