@@ -18,12 +18,12 @@ from rayhicache.device.cpu_stream import CpuStream
 from rayhicache.device.gate import Gate
 from rayhicache.device.protocols import Device, Direction, Event, Stream
 from rayhicache.device.space import HostRegion, TransferSpace
-from rayhicache.device.ticket import Ticket
+from rayhicache.device.ticket import Outcome, Ticket
 from rayhicache.pools.attention import MHAPool, MLAPool
 from rayhicache.pools.base import CompositePool, DevicePool, PoolSet
 from rayhicache.pools.index import IndexPool, NSAPool
 from rayhicache.testing import poison
-from rayhicache.testing.faults import DeviceDecorator
+from rayhicache.testing.faults import DeviceDecorator, FailingDevice
 
 SECONDS = 20.0
 BLOCK, PAGE, NUM_BLOCKS, NUM_SLOTS = 16, 64, 24, 6
@@ -240,3 +240,37 @@ def step_until(stream: CpuStream, done: Callable[[], bool]) -> None:
     """Let a paused stream go, one operation at a time, until something is so."""
     while not done():
         stream.step()
+
+
+class Barrier:
+    """Holds the copier's thread before it enqueues one layer."""
+
+    def __init__(self, layer_id: int) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        self._layer_id = layer_id
+
+    def __call__(self, _: Direction, layer_id: int) -> bool:
+        if layer_id == self._layer_id:
+            self.reached.set()
+            assert self.open.wait(SECONDS)
+        return False
+
+
+def held_world(layer_id: int, **limits: Any) -> tuple[World, Barrier]:
+    """A world whose copier stops before it enqueues `layer_id`."""
+    barrier = Barrier(layer_id)
+    device = FailingDevice(CpuDevice(wait_seconds=SECONDS), barrier)
+    return World(
+        nsa, device=device, limits=CopyLimits(**{"wait_seconds": SECONDS} | limits)
+    ), barrier
+
+
+def outcome_of(ticket: Ticket) -> Outcome:
+    outcome = ticket.result(SECONDS)
+    assert outcome is not None
+    return outcome
+
+
+def read(world: World, layer_id: int, blocks: list[int]) -> object:
+    with world.pools.reading(blocks):
+        return world.pool.get_key_buffer(layer_id).clone()
