@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import queue
-import secrets
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +16,6 @@ from rayhicache.config import EngineSpec
 from rayhicache.device.protocols import Event, Stream
 from rayhicache.engines.models import config_of
 from rayhicache.engines.transformers_engine import Generation, TransformersEngine
-from rayhicache.memory.arena import Arena
 from rayhicache.memory.local import LocalPort
 from rayhicache.memory.owner import ArenaOwner
 from rayhicache.testing.faults import DeviceDecorator
@@ -42,28 +38,6 @@ def prompt(number: int, length: int = LENGTH, *, vocab: int = VOCAB) -> list[int
 def just_enough(**other: Any) -> EngineSpec:
     """A spec with no more blocks than one run takes: every run has the blocks of the last."""
     return EngineSpec(vocab_size=VOCAB, num_blocks=(LENGTH + NEW) // PAGE + 1, **other)
-
-
-@contextlib.contextmanager
-def mortal_owner(capacity_bytes: int = 32 << 20) -> Iterator[ArenaOwner]:
-    """A tier's owner in this process, which the test may close."""
-    root = Path(f"/dev/shm/rhc-{secrets.token_hex(4)}")
-    owner = ArenaOwner(Arena.create_or_adopt(root, "tier", "seat-0", capacity_bytes))
-    try:
-        yield owner
-    finally:
-        owner.close(unlink=True)
-        shutil.rmtree(root, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def local_owner(capacity_bytes: int = 32 << 20) -> Iterator[ArenaOwner]:
-    """As `mortal_owner`, and it must end with nothing held."""
-    with mortal_owner(capacity_bytes) as owner:
-        yield owner
-        owner.check()
-        stats = owner.stats()
-        assert (stats.leases, stats.filling, stats.sealed, stats.sessions) == (0, 0, 0, 0)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from owners import local_owner
 from rayhicache.config import EngineSpec
 from rayhicache.device.cpu import CpuDevice
 from rayhicache.engines import models
@@ -30,7 +31,6 @@ from runs import (
     Run,
     just_enough,
     local_engine,
-    local_owner,
     prompt,
     require_sparse,
     run,

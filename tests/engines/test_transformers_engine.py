@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from owners import local_owner, mortal_owner
 from rayhicache.config import EngineSpec
 from rayhicache.device.copier import CopyLimits
 from rayhicache.device.cpu import CpuDevice
@@ -31,8 +32,6 @@ from runs import (
     Reader,
     just_enough,
     local_engine,
-    local_owner,
-    mortal_owner,
     prompt,
     run,
 )
