@@ -39,6 +39,7 @@ from rayhicache.errors import (
 )
 from rayhicache.memory.digest import record_digests
 from rayhicache.memory.port import OpenSlots, Port
+from rayhicache.memory.sessions import LIFE_BITS
 from rayhicache.memory.view import ArenaView
 from rayhicache.pools.base import PoolSet
 from rayhicache.requests import Found, Load, ModelIdentity, Prompt
@@ -123,6 +124,7 @@ class TierClient:
             region=region,
             data=torch.frombuffer(self._arena.region(region.group), dtype=torch.uint8),
         )
+        pools.device.map_host(self._host.data, region.record_bytes)
         self._copier = Copier(
             pools.device,
             TransferSpace(self.layout, pools.memories(), {self._group: self._host}),
@@ -172,7 +174,7 @@ class TierClient:
         page, block = self.layout.page_tokens, self._pools.block_tokens
         usable = max(len(prompt.tokens) - 1, 0)
         keys = prompt.keys[: -(-usable // page)] if block < page else prompt.keys[: usable // page]
-        hit = self._ask("lookup", lambda: self._port.lookup(keys), MISS) if keys else MISS
+        hit = self._held(self._ask("lookup", lambda: self._port.lookup(keys), MISS) if keys else MISS)
         lengths = tuple(
             dict.fromkeys(
                 tokens
@@ -180,9 +182,6 @@ class TierClient:
                 if (tokens := min(pages * page, usable // block * block))
             )
         )
-        if hit.lease is not None:
-            with self._open.lock:
-                self._open.reading[hit.lease.id] = tuple(hit.lease.refs())
         return Found(
             prompt=prompt, hit=hit, lengths=lengths, pulled_tokens=min(hit.pulled, hit.best) * page
         )
@@ -267,14 +266,15 @@ class TierClient:
 
         Returns:
             False if copies were still under way after `timeout` seconds: the arena then stays
-            mapped, and the owner ends the session when the process does.
+            mapped, and the owner ends the session when the process does, or a later call.
         """
         if self._closed:
             return True
-        self._closed = True
         if not self._copier.close(timeout):
             log.warning("copies are still under way after %s s; leaving the arena mapped", timeout)
             return False
+        self._closed = True
+        self._pools.device.unmap_host(self._host.data)
         self._ask("close", self._port.close, None)
         self._arena.close()
         return True
@@ -287,6 +287,21 @@ class TierClient:
         except OWNER_FAULTS as fault:
             log.warning("%s: %s", what, fault)
             return otherwise
+
+    def _held(self, hit: Hit) -> Hit:
+        """Note what a lookup leased, for an owner that is restarted; a miss if one just was.
+
+        A successor keeps the slots that are noted when it asks. One that began after the answer
+        may have asked before the note.
+        """
+        if hit.lease is None:
+            return hit
+        with self._open.lock:
+            self._open.reading[hit.lease.id] = tuple(hit.lease.refs())
+        if hit.lease.id >> LIFE_BITS == self._arena.epoch():
+            return hit
+        self._release(hit.lease.id)
+        return MISS
 
     def _load_plan(self, request: Load) -> TransferPlan:
         page, block = self.layout.page_tokens, self._pools.block_tokens
@@ -319,6 +334,7 @@ class TierClient:
         """Reserve the missing pages and plan their copies. On the store lane's thread."""
         if not keys:
             return None
+        epoch = self._arena.epoch()
         reserved = self._ask(
             "reserve",
             lambda: self._port.reserve(keys, parent=parent, group=self._group),
@@ -329,6 +345,13 @@ class TierClient:
         filling.fills = reserved.fills
         with self._open.lock:
             self._open.writing[id(filling)] = tuple(fill.ref for fill in reserved.fills)
+        if self._arena.epoch() != epoch:
+            # As for a lookup: a successor may give these slots to somebody else.
+            raise StaleEpoch(
+                asked=f"store {len(reserved.fills)} pages",
+                found="the pool was restarted while they were reserved",
+                remedy="nothing: they are stored when they are computed again",
+            )
         blocks = [block for fill in reserved.fills for block in mine[fill.key]]
         return plan_pages(
             self.layout,

@@ -116,6 +116,10 @@ class PageBusy(RayHiCacheError):
     """A page can't be written, freed or loaded now: an open ticket owns it."""
 
 
+class DeviceNotFound(RayHiCacheError):
+    """There is no such device, or its driver can't be used."""
+
+
 class UnboundRead(RayHiCacheError):
     """A pool was read or written outside `with pools.reading(...)`."""
 

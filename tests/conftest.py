@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -35,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Only tests marked `ray`, and fixtures that they ask for, may start or join a cluster."""
-    if item.get_closest_marker("ray") is not None:
+    if item.get_closest_marker("ray") is not None or importlib.util.find_spec("ray") is None:
         return (yield)
     import ray
 

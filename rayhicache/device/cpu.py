@@ -83,6 +83,12 @@ class CpuDevice:
         """See `Device.record_on_stream`."""
         self._allocator.record(tensor, _cpu(stream))
 
+    def map_host(self, data: torch.Tensor, record_bytes: int) -> None:
+        """See `Device.map_host`; the host reaches its own memory."""
+
+    def unmap_host(self, data: torch.Tensor) -> None:
+        """See `Device.unmap_host`."""
+
     def copy(self, staged: StagedPlan, stream: Stream) -> Iterator[Landing]:
         """See `Device.copy`; one operation and one event per layer and pool."""
         for layer_id, transfers in staged.layers():

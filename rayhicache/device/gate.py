@@ -14,7 +14,7 @@ from contextvars import ContextVar, Token
 from types import TracebackType
 
 from rayhicache.device.protocols import Direction
-from rayhicache.device.ticket import Ticket
+from rayhicache.device.ticket import Ticket, TicketState
 from rayhicache.errors import CaptureRefused, PageBusy, UnboundRead
 
 Blocks = Collection[int] | Mapping[str, Collection[int]]
@@ -29,9 +29,11 @@ class Binding:
     don't mix.
     """
 
-    def __init__(self, loads: Sequence[Ticket], stores: Sequence[Ticket], *, writes: bool) -> None:
+    def __init__(
+        self, loads: Sequence[Ticket], before_writes: Sequence[Ticket], *, writes: bool
+    ) -> None:
         self._loads = tuple(loads)
-        self._stores = tuple(stores)
+        self._before_writes = tuple(before_writes)
         self._writes = writes
         self._tokens: list[Token[Binding | None]] = []
 
@@ -51,7 +53,7 @@ class Binding:
                 ticket.counter.wait_until(layer_id, pool)
 
     def check_write(self, pool: str) -> None:
-        """Refuse a write outside a binding that says what it writes; let stores read first.
+        """Refuse a write outside a binding that says what it writes; let copies pass first.
 
         Raises:
             UnboundRead: the binding was made without `writes`.
@@ -62,7 +64,7 @@ class Binding:
                 found="the forward is bound for reading only",
                 remedy="name what it writes: `pools.reading(pages, writes=pages)`",
             )
-        for ticket in self._stores:
+        for ticket in self._before_writes:
             ticket.counter.wait_passed()
 
     def __enter__(self) -> Binding:
@@ -89,6 +91,7 @@ class Gate:
         self._lock = threading.Lock()
         self._open: dict[int, Ticket] = {}
         self._lost: dict[int, tuple[Ticket, dict[str, set[int]]]] = {}
+        self._known_lost: set[int] = set()
 
     def bind(self, reads: Blocks, writes: Blocks = ()) -> Binding:
         """Bind a forward that reads and writes these blocks.
@@ -100,14 +103,16 @@ class Gate:
             writes: those that it writes; what a failed load left in them is forgotten.
 
         Raises:
-            PageBusy: it would write a block that a load is filling.
+            PageBusy: it would write a block that a load is filling; one that was given up lets
+                the write wait for its last copy.
         """
         if not self._open and not self._lost:
             return Binding((), (), writes=bool(writes))
         with self._lock:
             tickets = list(self._open.values())
             loads = [t for t in tickets if t.direction is Direction.LOAD]
-            busy = [t for t in loads if _overlap(t.blocks, writes)]
+            given_up = [t for t in loads if t.state is TicketState.SEALED]
+            busy = [t for t in loads if t not in given_up and _overlap(t.blocks, writes)]
             if busy:
                 raise PageBusy(
                     asked="write to device blocks",
@@ -115,11 +120,16 @@ class Gate:
                     f"{[t.requests for t in busy]} are filling some of them",
                     remedy="write to other blocks, or wait until the tickets close",
                 )
+            # A sealed load enqueues nothing more: once its copies have passed its blocks are the
+            # writer's. They are undefined from now on, and not only when the ticket closes.
+            for ticket in given_up:
+                self._lose(ticket)
             self._forget(writes)
             lost = [ticket for ticket, left in self._lost.values() if _overlap(left, reads)]
+        stores = [t for t in tickets if t.direction is Direction.STORE]
         return Binding(
-            [*(t for t in loads if _overlap(t.blocks, reads)), *lost],
-            [t for t in tickets if t.direction is Direction.STORE and _overlap(t.blocks, writes)],
+            [*(t for t in loads if t not in given_up and _overlap(t.blocks, reads)), *lost],
+            [t for t in (*stores, *given_up) if _overlap(t.blocks, writes)],
             writes=bool(writes),
         )
 
@@ -148,8 +158,9 @@ class Gate:
         with self._lock:
             # Lost before it is closed: `bind` looks at both without the lock.
             if failed and ticket.direction is Direction.LOAD:
-                self._lost[ticket.id] = (ticket, {p: set(b) for p, b in ticket.blocks.items()})
+                self._lose(ticket)
             del self._open[ticket.id]
+            self._known_lost.discard(ticket.id)
 
     def forget(self, blocks: Blocks) -> None:
         """These blocks are freed: nobody reads what is in them."""
@@ -161,6 +172,12 @@ class Gate:
         """The tickets that are open now."""
         with self._lock:
             return tuple(self._open.values())
+
+    def _lose(self, ticket: Ticket) -> None:
+        """What the load left in its blocks is undefined; said once, so a write isn't forgotten."""
+        if ticket.id not in self._known_lost:
+            self._known_lost.add(ticket.id)
+            self._lost[ticket.id] = (ticket, {p: set(b) for p, b in ticket.blocks.items()})
 
     def _forget(self, blocks: Blocks) -> None:
         for number, (_, lost) in list(self._lost.items()):

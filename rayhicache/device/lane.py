@@ -160,10 +160,11 @@ class Lane:
             log.warning("ticket %d failed", job.ticket.id, exc_info=fault)
             cause = str(fault) or type(fault).__name__
             self.stream.record(finish)
-        # Layers that a store didn't have to move would stay pending for its writers.
-        job.ticket.counter.fail(cause or "nothing to move", finish)
+        # Sealed first: whoever then gets `LoadFailed` may compute into the same blocks at once.
         if cause:
             job.ticket.seal(cause)
+        # Layers that a store didn't have to move would stay pending for its writers.
+        job.ticket.counter.fail(cause or "nothing to move", finish)
         return _InFlight(job=job, staged=staged, finish=finish)
 
     def _check_owned(self, ticket: Ticket, plans: list[TransferPlan]) -> None:

@@ -99,6 +99,18 @@ class Device(Protocol):
     def record_on_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Keep the tensor's memory, once it dies, until work that is now enqueued is done."""
 
+    def map_host(self, data: torch.Tensor, record_bytes: int) -> None:
+        """Make an arena's memory reachable for copies, `uint8[n], host`; may go on beside.
+
+        Copies work at once, and at full speed once it is reachable.
+
+        Raises:
+            InvalidRequest: some of it is mapped already.
+        """
+
+    def unmap_host(self, data: torch.Tensor) -> None:
+        """Undo `map_host`. The caller guarantees that no copy uses the memory. Idempotent."""
+
     def copy(self, staged: StagedPlan, stream: Stream) -> Iterator[Landing]:
         """Enqueue a whole load or store, layer-major, yielding each layer as it is recorded.
 

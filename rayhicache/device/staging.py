@@ -26,11 +26,18 @@ INDEX_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StagedTransfer:
-    """One pool's indices where copies read them: both `int64[n]`, and the host's own count."""
+    """One pool's indices where copies read them.
+
+    Attributes:
+        host_indices, device_indices: `int64[count], device`.
+        pinned: `int64[2 * count], pinned`: the same, host indices first, for copies whose
+            addresses the host computes.
+    """
 
     pool: str
     host_indices: torch.Tensor
     device_indices: torch.Tensor
+    pinned: torch.Tensor
     count: int
 
 
@@ -230,6 +237,7 @@ class Staging:
                     pool=transfer.pool,
                     host_indices=host,
                     device_indices=device,
+                    pinned=run,
                     count=count,
                 )
             )

@@ -60,6 +60,14 @@ class DeviceDecorator:
         """See `Device.record_on_stream`."""
         self.inner.record_on_stream(tensor, stream)
 
+    def map_host(self, data: torch.Tensor, record_bytes: int) -> None:
+        """See `Device.map_host`."""
+        self.inner.map_host(data, record_bytes)
+
+    def unmap_host(self, data: torch.Tensor) -> None:
+        """See `Device.unmap_host`."""
+        self.inner.unmap_host(data)
+
     def copy(self, staged: StagedPlan, stream: Stream) -> Iterator[Landing]:
         """See `Device.copy`."""
         return self.inner.copy(staged, stream)

@@ -249,3 +249,39 @@ def test_a_failed_load_is_never_in_neither_table() -> None:
     failed_load(world, world.take(4))
     assert lost.is_set()
     world.close()
+
+
+def test_blocks_of_a_load_that_was_given_up_can_be_computed_at_once() -> None:
+    """The write waits for the load's last copy; what isn't written stays lost."""
+    world = failing_world()
+    blocks = world.take(4)
+    world.loads.pause()
+    sealed = threading.Event()
+    ticket = world.load(blocks, [0], prepare=lambda made: made.on_seal(sealed.set))
+
+    def forward() -> None:
+        with world.pools.reading(blocks):
+            for layer_id in range(4):
+                world.pool.get_key_buffer(layer_id)
+
+    reader = Reader(world.device, forward)
+    assert reader.next() == "blocked"
+    assert sealed.wait(SECONDS)
+    loc = torch.tensor([blocks[0] * BLOCK])
+
+    def recompute() -> None:
+        with world.pools.reading(blocks, writes=blocks[:1]):
+            world.pool.set_kv_buffer(0, loc, *ROWS)
+
+    writer = Reader(world.device, recompute)
+    assert writer.next() == "blocked"
+    world.loads.resume()
+    writer.value()
+    with pytest.raises(LoadFailed):
+        reader.value()
+    assert ticket.result(SECONDS)
+    with world.pools.reading(blocks[:1]):
+        world.pool.get_key_buffer(3)
+    with world.pools.reading(blocks[1:]), pytest.raises(LoadFailed):
+        world.pool.get_key_buffer(3)
+    world.close()
