@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from rayhicache.core.hits import MISS
+from rayhicache.core.hits import MISS, Hit
 from rayhicache.core.keys import InputSpan, Namespace, PageKey, page_keys
 from rayhicache.core.layout import RecordLayout
 from rayhicache.core.outcomes import Fill
@@ -174,7 +174,9 @@ class TierClient:
         page, block = self.layout.page_tokens, self._pools.block_tokens
         usable = max(len(prompt.tokens) - 1, 0)
         keys = prompt.keys[: -(-usable // page)] if block < page else prompt.keys[: usable // page]
-        hit = self._held(self._ask("lookup", lambda: self._port.lookup(keys), MISS) if keys else MISS)
+        hit = self._held(
+            self._ask("lookup", lambda: self._port.lookup(keys), MISS) if keys else MISS
+        )
         lengths = tuple(
             dict.fromkeys(
                 tokens

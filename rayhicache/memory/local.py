@@ -15,6 +15,7 @@ from rayhicache.memory.open_leases import OpenLeases
 from rayhicache.memory.owner import ArenaOwner
 from rayhicache.memory.port import Attachment, OpenSlots
 from rayhicache.memory.process import this_process
+from rayhicache.memory.sessions import LIFE_BITS
 
 
 class LocalPort:
@@ -57,7 +58,10 @@ class LocalPort:
                 reading=slots.reading,
                 writing=slots.writing,
             )
-        self._leases.recovered(again.lease)
+            first_lease = again.attachment.epoch << LIFE_BITS
+            surplus = self._leases.recovered(again.lease, first_lease=first_lease)
+            if surplus is not None:
+                owner.release(surplus)
         return again.attachment
 
     def lookup(self, keys: Sequence[PageKey]) -> Hit:

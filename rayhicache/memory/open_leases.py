@@ -23,12 +23,23 @@ class OpenLeases:
         with self._lock:
             self._open.add(lease)
 
-    def recovered(self, cover: int | None) -> None:
-        """The owner was restarted; `cover` stands for every lease that is open now."""
+    def recovered(self, cover: int | None, *, first_lease: int) -> int | None:
+        """The owner was restarted; `cover` stands for every open lease of its earlier lives.
+
+        Args:
+            first_lease: ids from this one on are of the present life, and leases of their own.
+
+        Returns:
+            The cover, if there is nothing left that it stands for: to be released now.
+        """
         with self._lock:
-            self._covered |= self._open
-            self._open.clear()
+            earlier = {lease for lease in self._open if lease < first_lease}
+            self._covered |= earlier
+            self._open -= earlier
+            if not self._covered:
+                return cover
             self._cover = cover
+            return None
 
     def released(self, lease: int) -> int | None:
         """The process releases a lease: which one to release at the owner, None for none yet."""

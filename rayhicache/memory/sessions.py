@@ -24,6 +24,9 @@ from rayhicache.memory.layout_codec import first_difference
 from rayhicache.memory.process import ProcessIdentity, ProcessWatcher, own_pid_namespace
 
 LIFE_BITS = 32
+"""An id's bits above these are the owner's epoch."""
+
+SALT_SHIFT = 16
 
 
 class SessionDesk:
@@ -45,7 +48,10 @@ class SessionDesk:
         self._decider = decider
         self._policy = policy
         self._attaching = threading.Lock()
-        self._next_session = arena.epoch << LIFE_BITS | 1
+        # Ids of two lives differ, and those of two arenas of one seat: a worker that still maps
+        # the file of a removed one is refused, and never given slots of another file.
+        salt = int.from_bytes(arena.uuid[:2], "little")
+        self._next_session = arena.epoch << LIFE_BITS | salt << SALT_SHIFT | 1
         self._earlier = {session.id: session for session in arena.sessions()}
         self._refuse_foreign_sessions()
         self._watcher = ProcessWatcher(self.end, tick=self._tick)
