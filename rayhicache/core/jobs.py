@@ -113,16 +113,20 @@ class JobBook:
         )
 
     def add_job(self, job: str, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> None:
-        """Add a job whose parts wait for `enqueue`. The caller has checked `room`."""
+        """Add a job whose parts wait for `enqueue`. The caller has checked `room`.
+
+        Ended jobs beyond `jobs_kept` are forgotten, oldest first.
+        """
         assert job not in self._jobs
         assert len(prompts) <= self.room()
         self._forget_old()
         self._jobs[job] = [_Part(prompt, max_new_tokens, "") for prompt in prompts]
 
     def enqueue(self, job: str, part: int, worker: str) -> None:
-        """Queue a part for a worker, unless it has ended meanwhile."""
-        entry = self._jobs[job][part]
-        if entry.state not in ENDED:
+        """Queue a part for a worker, unless it has ended meanwhile, or its job was forgotten."""
+        assert worker in self._queues, "nothing is queued for a worker that has not registered"
+        entry = self._jobs[job][part] if job in self._jobs else None
+        if entry is not None and entry.state not in ENDED:
             entry.state, entry.worker = PartState.QUEUED, worker
             self._queues[worker].append((job, part))
 
@@ -131,8 +135,8 @@ class JobBook:
         queue = self._queues[worker]
         while queue:
             job, number = queue.pop(0)
-            part = self._jobs[job][number]
-            if part.state is PartState.QUEUED:
+            part = self._queued(job, number)
+            if part is not None:
                 part.state = PartState.RUNNING
                 part.attempt += 1
                 return self._assignment(job, number, part)
@@ -141,12 +145,12 @@ class JobBook:
     def tokens(self, run: Assignment, start: int, tokens: Sequence[int]) -> bool:
         """A run has made the tokens [start, ...). False if nobody wants them any more.
 
-        Tokens that are known are passed over; greedy runs of one prompt make equal tokens.
+        Tokens that are known are passed over; greedy runs of one prompt make equal tokens. Those
+        that overtook others are too: a run's result has them all.
         """
         part = self._part(run)
-        if part is None:
+        if part is None or start > len(part.tokens):
             return False
-        assert start <= len(part.tokens)
         part.tokens.extend(tokens[len(part.tokens) - start :])
         return True
 
@@ -154,10 +158,16 @@ class JobBook:
         """Empty a worker's queue: (job, part, prompt) of what must be queued elsewhere."""
         queue, self._queues[worker] = self._queues[worker], []
         return [
-            (job, number, self._jobs[job][number].prompt)
+            (job, number, part.prompt)
             for job, number in queue
-            if self._jobs[job][number].state is PartState.QUEUED
+            if (part := self._queued(job, number)) is not None
         ]
+
+    def refuse(self, job: str, number: int, cause: str) -> None:
+        """Nobody can run a part that is queued."""
+        part = self._queued(job, number)
+        if part is not None:
+            part.state, part.cause = PartState.FAILED, cause
 
     def finish(self, run: Assignment, report: PartReport) -> None:
         """A run has made all its tokens."""
@@ -261,6 +271,12 @@ class JobBook:
         if part is None or part.attempt != run.attempt or part.state is not PartState.RUNNING:
             return None
         return part
+
+    def _queued(self, job: str, number: int) -> _Part | None:
+        """The part, if it is queued: it may have ended, and its job been forgotten."""
+        parts = self._jobs.get(job)
+        part = None if parts is None else parts[number]
+        return part if part is not None and part.state is PartState.QUEUED else None
 
     def _forget_old(self) -> None:
         ended = [job for job, parts in self._jobs.items() if all(p.state in ENDED for p in parts)]

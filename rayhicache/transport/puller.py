@@ -9,6 +9,7 @@ Nothing that failed its check is ever written, and nothing is found before the c
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -104,9 +105,12 @@ class Puller:
             return 0
         suspects: list[PageKey] = []
         try:
+            _check_lease(lease, len(keys))
             return self._fill(lease, keys[: len(lease.refs)], have, deadline, suspects)
         finally:
-            self._calls.submit(self._acknowledge, lease, suspects)
+            # After `close` the lease ends by its deadline.
+            with contextlib.suppress(RuntimeError):
+                self._calls.submit(self._acknowledge, lease, suspects)
 
     def close(self) -> None:
         """Take no more pulls; calls under way end by their own limits."""
@@ -216,21 +220,35 @@ class Puller:
     ) -> Iterator[tuple[_Chunk, bytes]]:
         """The chunks in the order of the forward, a few ahead of the consumer."""
         waiting: deque[tuple[_Chunk, Future[bytes]]] = deque()
-        for chunk in self._divided(runs, len(fills)):
-            request = ChunkRequest(
-                lease=lease.lease,
-                epoch=lease.epoch,
-                refs=tuple(lease.refs[pages[fills[at].key]] for at in chunk.fills),
-                layer_group=chunk.group,
-            )
-            call = self._calls.submit(
-                self._transport.read, lease.seat, request, timeout=self._limits.call_seconds
-            )
-            waiting.append((chunk, call))
-            if len(waiting) >= self._limits.chunks_in_flight:
+        try:
+            for chunk in self._divided(runs, len(fills)):
+                request = ChunkRequest(
+                    lease=lease.lease,
+                    epoch=lease.epoch,
+                    refs=tuple(lease.refs[pages[fills[at].key]] for at in chunk.fills),
+                    layer_group=chunk.group,
+                )
+                waiting.append((chunk, self._read(lease.seat, request)))
+                if len(waiting) >= self._limits.chunks_in_flight:
+                    yield self._next(waiting, deadline)
+            while waiting:
                 yield self._next(waiting, deadline)
-        while waiting:
-            yield self._next(waiting, deadline)
+        finally:
+            # However the pull ends: what was not asked for yet isn't wanted any more.
+            for _, call in waiting:
+                call.cancel()
+
+    def _read(self, seat: str, request: ChunkRequest) -> Future[bytes]:
+        try:
+            return self._calls.submit(
+                self._transport.read, seat, request, timeout=self._limits.call_seconds
+            )
+        except RuntimeError as fault:
+            raise TransportError(
+                asked=f"pull layer group {request.layer_group} from seat {seat!r}",
+                found="this pool is closed",
+                remedy="compute the pages",
+            ) from fault
 
     def _divided(self, runs: Sequence[LayerRun], count: int) -> Iterator[_Chunk]:
         for group, run in enumerate(runs):
@@ -246,8 +264,7 @@ class Puller:
         try:
             return chunk, call.result(max(deadline - self._clock(), 0))
         except TimeoutError as fault:
-            for _, other in waiting:
-                other.cancel()
+            call.cancel()
             raise TransportError(
                 asked=f"pull layer group {chunk.group} of {len(chunk.fills)} pages",
                 found=f"the whole pull took more than {self._limits.pull_seconds} s",
@@ -261,3 +278,13 @@ class Puller:
             )
         except TransportError:
             return  # the lease ends by its deadline
+
+
+def _check_lease(lease: PeerLease, num_keys: int) -> None:
+    """Refuse a lease that can't be an answer to `num_keys` keys."""
+    if not len(lease.digests) == len(lease.refs) <= num_keys:
+        raise TransportError(
+            asked=f"lease {num_keys} pages at seat {lease.seat!r}",
+            found=f"{len(lease.refs)} records with {len(lease.digests)} digests came",
+            remedy="compute the pages, and see what the peer's log says",
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rayhicache.core.keys import PageKey
-from rayhicache.errors import TransportError, UnknownLease
+from rayhicache.errors import StaleSlot, TransportError, UnknownLease
 from rayhicache.memory.owner import ArenaOwner
 from rayhicache.transport.protocol import ChunkRequest, PeerLease
 
@@ -59,7 +59,12 @@ class PeerServer:
         if not 0 <= request.layer_group < len(runs):
             raise _refused(request, f"there are {len(runs)} layer groups")
         run = runs[request.layer_group]
-        payload = b"".join(self._owner.view(ref, run.offset, run.nbytes) for ref in request.refs)
+        try:
+            payload = b"".join(
+                self._owner.view(ref, run.offset, run.nbytes) for ref in request.refs
+            )
+        except StaleSlot as fault:
+            raise _refused(request, "its lease ended during the read") from fault
         self._check(request, "after")
         return payload
 
@@ -75,7 +80,8 @@ class PeerServer:
     def _check(self, request: ChunkRequest, when: str) -> None:
         if request.epoch != self._owner.epoch:
             raise _refused(request, f"the pool is in epoch {self._owner.epoch}")
-        held = self._owner.lease(request.lease)
+        # Without a layout nobody has attached in this life, so nothing is leased.
+        held = self._owner.lease(request.lease) if self._owner.layout is not None else None
         if held is None:
             raise _refused(request, f"its lease had ended {when} the read")
         if not set(request.refs) <= set(held.refs()):
