@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,14 @@ from typing import Any
 import ray
 from ray.exceptions import ActorAlreadyExistsError
 
-from rayhicache.actors.calls import ActorGone, answer
+from rayhicache.actors.calls import ActorFault, ActorGone, ask
 from rayhicache.actors.controller import Controller
 from rayhicache.actors.job import GenerateJob, Job
 from rayhicache.actors.local_ray import LocalRay, join
 from rayhicache.actors.messages import Submission
 from rayhicache.actors.naming import NAMESPACE, controller_name
 from rayhicache.actors.remote import CONTROLLER_GROUPS, Placement, create
+from rayhicache.actors.roster import end_actors
 from rayhicache.actors.status import ClusterStatus
 from rayhicache.config import ClusterConfig
 from rayhicache.errors import (
@@ -27,10 +30,13 @@ from rayhicache.errors import (
     RayHiCacheError,
 )
 from rayhicache.memory.folder import default_root
-from rayhicache.memory.janitor import sweep
+from rayhicache.memory.janitor import list_arenas, remove_tier, sweep
 from rayhicache.wire.codec import decode, encode
 
 log = logging.getLogger(__name__)
+
+LEFT_SECONDS = 5.0
+LEFT_PAUSE_SECONDS = 0.05
 
 
 class Cluster:
@@ -94,6 +100,7 @@ class Cluster:
         _end(self._controller, self.config)
         if self._local is not None:
             self._local.stop()
+        _remove_left(self.config)
 
     def __enter__(self) -> Cluster:
         return self
@@ -105,11 +112,8 @@ class Cluster:
         what = f"{method} at cluster {self.config.name!r}"
         if self._closed:
             raise ClusterClosed(asked=what, found="it was shut down here", remedy="launch it anew")
-        call = getattr(self._controller, method)
-        if group:
-            call = call.options(concurrency_group=group)
         try:
-            return answer(call.remote(*args), what, timeout)
+            return ask(self._controller, method, *args, what=what, timeout=timeout, group=group)
         except ActorGone as fault:
             raise ClusterClosed(
                 asked=what,
@@ -129,31 +133,24 @@ def launch(config: ClusterConfig | None = None) -> Cluster:
         ArenaTooLarge, SeatTaken, ArenaError, LayoutMismatch, LaunchFailed: a part can't come up.
     """
     config = config or ClusterConfig()
-    local = None
-    if config.address is None:
+    local, address = None, config.address
+    if address is None:
+        _check_alone(config)
         local = LocalRay(config)
-        join(local.address)
-    else:
-        join(config.address)
+        address = local.address
     try:
+        join(address)
         sweep(arena_root(config.arena_root), is_running=is_running)
         controller = _claim(config)
         try:
-            answer(
-                controller.start.remote(),
-                f"launch cluster {config.name!r}",
-                3 * config.limits.ready_seconds,
-            )
-        except RayHiCacheError as fault:
+            _start(controller, config)
+        except BaseException:
             _end(controller, config)
-            if isinstance(fault, ActorGone):
-                raise LaunchFailed(
-                    asked=fault.asked, found=fault.found, remedy="see the controller's log"
-                ) from fault
             raise
     except BaseException:
         if local is not None:
             local.stop()
+            _remove_left(config)
         raise
     return Cluster(config, controller, local)
 
@@ -169,7 +166,7 @@ def connect(name: str = "default", *, address: str = "auto") -> Cluster:
     what = f"connect to cluster {name!r}"
     try:
         controller = ray.get_actor(controller_name(name), namespace=NAMESPACE)
-        config = decode(answer(controller.config.remote(), what, 30.0), ClusterConfig)
+        config = decode(ask(controller, "config", what=what, timeout=30.0), ClusterConfig)
     except (ValueError, ActorGone) as fault:
         raise ClusterNotFound(
             asked=what,
@@ -210,21 +207,69 @@ def _claim(config: ClusterConfig) -> Any:
             encode(config),
         )
     except ActorAlreadyExistsError as fault:
-        raise ClusterExists(
-            asked=f"launch cluster {config.name!r}",
-            found="one of that name runs on this Ray",
-            remedy=f"connect to it, choose another name, or end it: rayhicache down {config.name}",
+        raise _exists(config.name) from fault
+
+
+def _exists(name: str) -> ClusterExists:
+    return ClusterExists(
+        asked=f"launch cluster {name!r}",
+        found="one of that name runs on this Ray",
+        remedy=f"connect to it, choose another name, or end it: rayhicache down {name}",
+    )
+
+
+def _check_alone(config: ClusterConfig) -> None:
+    """A process joins one Ray: a local one is started only where none has been joined."""
+    if not ray.is_initialized():
+        return
+    if is_running(config.name):
+        raise _exists(config.name)
+    raise LaunchFailed(
+        asked=f"start a local Ray for cluster {config.name!r}",
+        found="this process has joined one already",
+        remedy='launch there with address="auto", or call `ray.shutdown()` first',
+    )
+
+
+def _start(controller: Any, config: ClusterConfig) -> None:
+    what = f"launch cluster {config.name!r}"
+    try:
+        ask(controller, "start", what=what, timeout=3 * config.limits.ready_seconds)
+    except (ActorGone, ActorFault) as fault:
+        raise LaunchFailed(
+            asked=what, found=fault.found, remedy="see the controller's log"
         ) from fault
 
 
 def _end(controller: Any, config: ClusterConfig) -> None:
+    """End the controller and all other actors, whether or not it is well."""
     limits = config.limits
+    if not ray.is_initialized():
+        log.warning("this process has left Ray; cluster %s is not ended", config.name)
+        return
+    what = f"shut down cluster {config.name!r}"
+    limit = limits.copy_seconds + 4 * limits.call_seconds
     try:
-        answer(
-            controller.shutdown.options(concurrency_group="control").remote(),
-            f"shut down cluster {config.name!r}",
-            limits.copy_seconds + 4 * limits.call_seconds,
-        )
+        ask(controller, "shutdown", what=what, timeout=limit, group="control")
     except RayHiCacheError as fault:
-        log.warning("ending the controller without its goodbye: %s", fault)
-    ray.kill(controller, no_restart=True)
+        log.warning("ending the cluster without its controller: %s", fault)
+        ray.kill(controller, no_restart=True)
+        end_actors(config.name, limits.call_seconds)
+    else:
+        ray.kill(controller, no_restart=True)
+
+
+def _remove_left(config: ClusterConfig) -> None:
+    """Remove this machine's arenas of pools that could not do so themselves.
+
+    A process that was just killed holds its arena for a moment more.
+    """
+    root, pause = arena_root(config.arena_root), threading.Event()
+    deadline = time.monotonic() + LEFT_SECONDS
+    remove_tier(root, config.name)
+    while any(info.tier == config.name for info in list_arenas(root)):
+        if time.monotonic() >= deadline:
+            log.warning("an arena is still held; remove it with: rayhicache down %s", config.name)
+            return
+        pause.wait(LEFT_PAUSE_SECONDS)
+        remove_tier(root, config.name)

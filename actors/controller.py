@@ -19,20 +19,21 @@ from typing import Any
 
 import ray
 
-from rayhicache.actors.calls import ActorGone, answer
+from rayhicache.actors.calls import ActorGone, ActorSlow, answer, ask, start
 from rayhicache.actors.directory import DirectoryClient
 from rayhicache.actors.messages import News, PartResult, Submission
 from rayhicache.actors.roster import Roster
 from rayhicache.actors.status import ClusterStatus, PoolStatus, WorkerStatus
 from rayhicache.config import ClusterConfig
 from rayhicache.core.jobs import Assignment, JobBook, PartState
-from rayhicache.core.keys import page_keys
+from rayhicache.core.keys import PageKey, page_keys
 from rayhicache.core.routing import Costs, WorkerView, route
 from rayhicache.engines.tokenizer import decode as detokenize
 from rayhicache.engines.tokenizer import encode as tokenize
 from rayhicache.errors import (
     ClusterClosed,
     InvalidRequest,
+    JobCancelled,
     JobFailed,
     PromptTooLong,
     QueueFull,
@@ -60,6 +61,7 @@ class Controller:
         self._changed = threading.Condition()
         self._away: set[str] = set()
         self._texts: dict[str, bool] = {}
+        self._seed: PageKey | None = None
         self._closed = False
         self._started = False
         name_process(tier=self._config.name, node="controller", epoch=0)
@@ -74,18 +76,10 @@ class Controller:
             RayHiCacheError: what an actor says, or `LaunchFailed`.
         """
         try:
-            self._roster.start()
+            self._bring_up()
         except RayHiCacheError:
             self._roster.stop()
             raise
-        with self._changed:
-            for name in self._roster.registered:
-                self._book.add_worker(name)
-            self._started = True
-        for name in self._roster.workers:
-            threading.Thread(
-                target=self._dispatch, args=(name,), name=f"dispatch-{name}", daemon=True
-            ).start()
 
     def ready(self) -> bool:
         """Whether the cluster is up."""
@@ -151,9 +145,7 @@ class Controller:
             self._book.cancel(job)
             self._changed.notify_all()
         for worker, run in running:
-            self._roster.workers[worker].cancel.options(concurrency_group="control").remote(
-                run.job, run.part, run.attempt
-            )
+            self._stop_run(worker, run)
 
     def tokens(self, assignment: bytes, start: int, tokens: Sequence[int]) -> None:
         """A worker tells of tokens that a run has made."""
@@ -171,7 +163,7 @@ class Controller:
     def status(self) -> bytes:
         """A `ClusterStatus`."""
         calls = {
-            seat: pool.status.options(concurrency_group="control").remote()
+            seat: start(pool, "status", what=f"ask seat {seat!r}", group="control")
             for seat, pool in self._roster.pools.items()
         }
         pools, unreachable = [], []
@@ -208,11 +200,11 @@ class Controller:
     def settle(self, timeout: float) -> bool:
         """Wait until every worker's stores so far are committed; False on time-out."""
         calls = [
-            worker.settle.options(concurrency_group="control").remote(timeout)
+            start(worker, "settle", timeout, what="settle", group="control")
             for worker in self._roster.workers.values()
         ]
-        limit = timeout + self._config.limits.call_seconds
-        return all([bool(answer(call, "settle", limit)) for call in calls])
+        deadline = time.monotonic() + timeout + self._config.limits.call_seconds
+        return all([self._settled(call, deadline) for call in calls])
 
     def shutdown(self) -> None:
         """Cancel all jobs, end every actor but this one, remove the arenas. Idempotent."""
@@ -226,17 +218,47 @@ class Controller:
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────
 
+    def _bring_up(self) -> None:
+        self._roster.start()
+        with self._changed:
+            for name, ready in self._roster.registered.items():
+                self._book.add_worker(name)
+                self._seed = ready.seed
+            self._started = True
+        for name in self._roster.workers:
+            threading.Thread(
+                target=self._dispatch, args=(name,), name=f"dispatch-{name}", daemon=True
+            ).start()
+
     def _restart(self) -> None:
+        """A later life: whatever isn't well yet is waited for, and nothing is torn down."""
+        while True:
+            try:
+                self._bring_up()
+            except RayHiCacheError as fault:
+                log.warning("the controller's new life waits: %s", fault)
+            else:
+                return
+            if self._closes_within(RETURN_SECONDS):
+                return
+
+    def _closes_within(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._closed, seconds)
+
+    def _settled(self, call: Any, deadline: float) -> bool:
         try:
-            self.start()
-        except RayHiCacheError as fault:
-            log.error("the controller's new life can't start: %s", fault)
+            return bool(answer(call, "settle a worker", max(deadline - time.monotonic(), 0)))
+        except ActorSlow:
+            return False
+        except ActorGone as fault:
+            # A worker that is gone stores nothing more, and its session has ended.
+            log.warning("%s", fault)
+            return True
 
     def _check(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> None:
-        ready = next(iter(self._roster.registered.values()), None)
-        longest = min((w.longest for w in self._roster.registered.values()), default=0)
         self._check_open()
-        assert ready is not None, "a cluster that has started has a worker"
+        longest = min(worker.longest for worker in self._roster.registered.values())
         vocabulary = self._config.engine.vocab_size
         for number, prompt in enumerate(prompts):
             if not prompt or min(prompt) < 0 or max(prompt) >= vocabulary or max_new_tokens < 1:
@@ -257,8 +279,8 @@ class Controller:
         if self._closed or not self._started:
             raise ClusterClosed(
                 asked=f"use cluster {self._config.name!r}",
-                found="it was shut down" if self._closed else "it hasn't started",
-                remedy="launch it",
+                found="it was shut down" if self._closed else "its controller is starting",
+                remedy="launch it anew" if self._closed else "try again in a moment",
             )
 
     def _check_job(self, job: str) -> None:
@@ -271,8 +293,8 @@ class Controller:
 
     def _enqueue(self, job: str, part: int, prompt: tuple[int, ...]) -> None:
         """Route one part to the worker that has it ready first."""
-        ready = next(iter(self._roster.registered.values()))
-        keys = page_keys(ready.seed, prompt, self._config.page_tokens)
+        assert self._seed is not None, "jobs are taken only once the cluster has started"
+        keys = page_keys(self._seed, prompt, self._config.page_tokens)
         counts = self._directory.counts(keys)
         page = self._config.page_tokens
         with self._changed:
@@ -309,24 +331,33 @@ class Controller:
             self._run(worker, run)
 
     def _run(self, worker: str, run: Assignment) -> None:
-        handle: Any = self._roster.workers.get(worker)
-        if handle is None:
-            return
+        handle = self._roster.workers[worker]
         what = f"run part {run.part} of job {run.job} on {worker!r}"
+        limit = self._config.limits.part_seconds
         try:
-            found = answer(handle.run.remote(encode(run)), what, self._config.limits.part_seconds)
+            found = ask(handle, "run", encode(run), what=what, timeout=limit)
         except ActorGone as fault:
             log.warning("%s", fault)
+            self._stop_run(worker, run)  # it may be alive and only be slow
             self._failed(run, str(fault), retry=True, away=worker)
             self._wait_for_return(worker)
-        except RayHiCacheError as fault:
+        except (InvalidRequest, PromptTooLong, JobCancelled) as fault:
             self._failed(run, str(fault), retry=False)
+        except RayHiCacheError as fault:
+            log.warning("%s failed: %s", what, fault)
+            self._failed(run, str(fault), retry=True)
         else:
             result = decode(found, PartResult)
             with self._changed:
                 self._book.tokens(run, 0, result.tokens)
                 self._book.finish(run, result.report)
                 self._changed.notify_all()
+
+    def _stop_run(self, worker: str, run: Assignment) -> None:
+        """Have a worker end a run, if it is at it. Doesn't wait."""
+        mine = (run.job, run.part, run.attempt)
+        what = f"cancel a run on {worker!r}"
+        start(self._roster.workers[worker], "cancel", *mine, what=what, group="control")
 
     def _failed(self, run: Assignment, cause: str, *, retry: bool, away: str = "") -> None:
         with self._changed:
@@ -343,17 +374,32 @@ class Controller:
             self._enqueue(job, part, prompt)
 
     def _wait_for_return(self, worker: str) -> None:
-        """Ray restarts a worker; it gets no work before it has registered again."""
-        while True:
-            with self._changed:
-                if self._closed:
-                    return
+        """Ray restarts a worker; it gets no work before it has registered again.
+
+        What was queued for it goes to others. While there are none it waits, for `ready_seconds`.
+        """
+        limits = self._config.limits
+        deadline = time.monotonic() + limits.ready_seconds
+        while not self._closes_within(RETURN_SECONDS):
             try:
-                self._roster.register(worker)
+                self._roster.register(worker, limits.call_seconds)
             except RayHiCacheError as fault:
                 log.warning("waiting for %s: %s", worker, fault)
-                time.sleep(RETURN_SECONDS)
-                continue
-            with self._changed:
-                self._away.discard(worker)
-            return
+                self._rescue(worker, str(fault), give_up=time.monotonic() >= deadline)
+            else:
+                with self._changed:
+                    self._away.discard(worker)
+                return
+
+    def _rescue(self, worker: str, cause: str, *, give_up: bool) -> None:
+        """Give what is queued for a worker that is away to the others, if there are any."""
+        with self._changed:
+            others = set(self._book.workers()) - self._away
+            queue = self._book.take_queue(worker) if others or give_up else []
+            if not others:
+                for job, part, _ in queue:
+                    self._book.refuse(job, part, f"no worker came back: {cause}")
+                self._changed.notify_all()
+        if others:
+            for job, part, prompt in queue:
+                self._enqueue(job, part, prompt)

@@ -12,14 +12,18 @@ from typing import Any
 
 import ray
 
-from rayhicache.actors.calls import ActorGone, answer
+from rayhicache.actors.calls import ActorGone, ask
 from rayhicache.actors.naming import NAMESPACE, directory_name
 from rayhicache.core.directory import Announcement, DirectoryTable
 from rayhicache.core.keys import PageKey
+from rayhicache.errors import RayHiCacheError
+from rayhicache.transport.breaker import Breaker
 from rayhicache.wire.codec import decode, encode
 from rayhicache.wire.messages import pack_keys, unpack_keys
 
 log = logging.getLogger(__name__)
+
+LONGEST_SECONDS = 2.0
 
 
 class Directory:
@@ -58,6 +62,8 @@ class DirectoryClient:
         self._call_seconds = call_seconds
         self._lock = threading.Lock()
         self._handle: Any = None
+        # A directory that hangs shall not cost every prompt of a job its limit.
+        self._breaker = Breaker(longest_seconds=LONGEST_SECONDS)
 
     def announce(self, message: Announcement) -> bool:
         """Tell the directory; False asks for a whole announcement.
@@ -65,18 +71,33 @@ class DirectoryClient:
         Raises:
             ActorGone: it can't be reached.
         """
-        call = self._actor().announce.remote(encode(message))
-        return bool(answer(call, "announce to the directory", self._call_seconds))
+        known = bool(self._ask("announce", encode(message)))
+        self._breaker.worked(self._name)
+        return known
 
     def counts(self, keys: Sequence[PageKey]) -> dict[str, int]:
         """Per seat, how many leading pages it might have; nothing if it can't be asked."""
+        if not self._breaker.allows(self._name):
+            return {}
         try:
-            call = self._actor().counts.remote(pack_keys(keys))
-            found: dict[str, int] = answer(call, "ask the directory", self._call_seconds)
-        except ActorGone as fault:
+            found: dict[str, int] = self._ask("counts", pack_keys(keys))
+        except RayHiCacheError as fault:
+            self._breaker.failed(self._name)
             log.warning("without the directory nothing is pulled: %s", fault)
             return {}
+        self._breaker.worked(self._name)
         return found
+
+    def _ask(self, method: str, message: bytes) -> Any:
+        actor = self._actor()
+        what = f"ask the directory for {method!r}"
+        try:
+            return ask(actor, method, message, what=what, timeout=self._call_seconds)
+        except ActorGone:
+            # A cluster that was launched anew has another actor under that name.
+            with self._lock:
+                self._handle = None
+            raise
 
     def _actor(self) -> Any:
         with self._lock:

@@ -18,10 +18,11 @@ from rayhicache.actors.messages import PartResult, WorkerReady
 from rayhicache.actors.naming import NAMESPACE, controller_name
 from rayhicache.actors.settings import WorkerSettings
 from rayhicache.core.jobs import Assignment, PartReport
-from rayhicache.core.keys import PageKey
 from rayhicache.device.copier import CopyLimits
+from rayhicache.device.cpu import CpuDevice
+from rayhicache.device.protocols import Device
 from rayhicache.engines.transformers_engine import TransformersEngine
-from rayhicache.errors import JobCancelled, RayHiCacheError
+from rayhicache.errors import PoolUnreachable, RayHiCacheError
 from rayhicache.logs import name_process
 from rayhicache.wire.codec import decode, encode
 
@@ -34,55 +35,36 @@ class GpuWorker:
     """One engine on one node. Ray restarts it, and its node's pool still has what it stored.
 
     The constructor never fails, so that Ray doesn't restart a worker that can't come up: `ready`
-    raises what went wrong.
+    raises what went wrong, and tries again when it is called again.
     """
 
     def __init__(self, settings: bytes) -> None:
         self._settings = decode(settings, WorkerSettings)
-        self._fault: RayHiCacheError | None = None
+        self._engine: TransformersEngine | None = None
         self._cancelled: set[tuple[str, int, int]] = set()
         name_process(tier=self._settings.cluster, node=self._settings.seat, epoch=0)
         # One thread: workers share the node's cores, and equal runs then give equal bits.
         torch.set_num_threads(1)
         try:
-            self._start()
+            self._engine = self._started()
         except RayHiCacheError as fault:
             log.error("worker %s can't start: %s", self._settings.name, fault)
-            self._fault = fault
-
-    def _start(self) -> None:
-        settings = self._settings
-        port = RayPort(
-            settings.cluster,
-            settings.seat,
-            client=settings.name,
-            call_seconds=settings.call_seconds,
-            pull_seconds=settings.pull_seconds,
-        )
-        self._engine = TransformersEngine(
-            settings.engine,
-            port,
-            page_tokens=settings.page_tokens,
-            limits=CopyLimits(
-                wait_seconds=settings.wait_seconds, copy_seconds=settings.copy_seconds
-            ),
-        )
 
     def ready(self) -> bytes:
         """The worker's registration, a `WorkerReady`, once its engine is up.
 
         Raises:
-            NoLocalPool, LayoutMismatch, UnknownModel: why it isn't.
+            NoLocalPool, LayoutMismatch, UnknownModel, PoolUnreachable: why it isn't.
         """
-        if self._fault is not None:
-            raise self._fault
+        if self._engine is None:
+            self._engine = self._started()
         settings = self._settings
         engine = settings.engine
         ready = WorkerReady(
             name=settings.name,
             seat=settings.seat,
             pid=os.getpid(),
-            seed=PageKey(self._engine.client.seed()),
+            seed=self._engine.client.seed(),
             longest=min(engine.max_positions, engine.num_blocks * settings.page_tokens),
         )
         return encode(ready)
@@ -93,21 +75,23 @@ class GpuWorker:
         Raises:
             JobCancelled: `cancel` came for this run.
             InvalidRequest, PromptTooLong: the prompt can't be served here or elsewhere.
+            RayHiCacheError: another worker may do better.
         """
         run = decode(assignment, Assignment)
         mine = (run.job, run.part, run.attempt)
+        engine = self._running()
         teller = _Teller(self._settings.cluster, assignment)
         try:
-            made = self._engine.generate(
+            made = engine.generate(
                 f"{run.job}/{run.part}",
                 run.prompt,
                 run.max_new_tokens,
                 on_token=teller.token,
                 cancelled=lambda: mine in self._cancelled,
             )
-        except JobCancelled:
-            self._cancelled.discard(mine)
-            raise
+        finally:
+            # Whoever was cancelled had this worker, and it runs one at a time.
+            self._cancelled.clear()
         report = PartReport(
             prompt_tokens=made.prompt_tokens,
             restored_local_tokens=made.restored_local_tokens,
@@ -124,12 +108,49 @@ class GpuWorker:
 
     def settle(self, timeout: float) -> bool:
         """Wait until what was stored so far is committed; False on time-out."""
-        return self._engine.settle(timeout)
+        return self._engine is None or self._engine.settle(timeout)
 
     def close(self) -> None:
         """End the session with the pool. Idempotent."""
-        if self._fault is None:
+        if self._engine is not None:
             self._engine.close(self._settings.copy_seconds)
+
+    def _started(self) -> TransformersEngine:
+        settings = self._settings
+        port = RayPort(
+            settings.cluster,
+            settings.seat,
+            client=settings.name,
+            call_seconds=settings.call_seconds,
+            pull_seconds=settings.pull_seconds,
+        )
+        device = self._device()
+        try:
+            return TransformersEngine(
+                settings.engine,
+                port,
+                device=device,
+                page_tokens=settings.page_tokens,
+                limits=CopyLimits(
+                    wait_seconds=settings.wait_seconds, copy_seconds=settings.copy_seconds
+                ),
+            )
+        except RayHiCacheError:
+            device.close()
+            raise
+
+    def _device(self) -> Device:
+        """Where the engine's pools are; the engine closes it."""
+        return CpuDevice(wait_seconds=self._settings.wait_seconds)
+
+    def _running(self) -> TransformersEngine:
+        if self._engine is None:
+            raise PoolUnreachable(
+                asked=f"run a prompt on {self._settings.name!r}",
+                found="its engine isn't up",
+                remedy="wait until it has registered",
+            )
+        return self._engine
 
 
 class _Teller:

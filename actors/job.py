@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rayhicache.actors.calls import ActorGone, answer
+from rayhicache.actors.calls import ActorGone, ask
 from rayhicache.actors.messages import News
 from rayhicache.core.jobs import ENDED, PartReport, PartState, PartUpdate
 from rayhicache.errors import ClusterClosed, InvalidRequest, JobCancelled, JobFailed, JobTimeout
 from rayhicache.wire.codec import decode
 
 NEWS_SECONDS = 10.0
+PATIENCE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +148,9 @@ class Job:
         seconds = NEWS_SECONDS
         if deadline is not None:
             seconds = min(max(deadline - time.monotonic(), 0.0), seconds)
-        found = self._ask("news", self.id, list(cursors), seconds, group="news", longer=seconds)
+        # Without a deadline there is time to wait behind others that wait for news.
+        longer = seconds if deadline is not None else seconds + PATIENCE_SECONDS
+        found = self._ask("news", self.id, list(cursors), seconds, group="news", longer=longer)
         return decode(found, News).parts
 
     def _raise_for(self, updates: tuple[PartUpdate, ...]) -> None:
@@ -166,11 +169,9 @@ class Job:
             )
 
     def _ask(self, method: str, *args: object, group: str = "", longer: float = 0.0) -> Any:
-        call = getattr(self._controller, method)
-        if group:
-            call = call.options(concurrency_group=group)
+        what, limit = f"follow job {self.id}", self._call_seconds + longer
         try:
-            return answer(call.remote(*args), f"follow job {self.id}", self._call_seconds + longer)
+            return ask(self._controller, method, *args, what=what, timeout=limit, group=group)
         except ActorGone as fault:
             raise ClusterClosed(
                 asked=fault.asked,

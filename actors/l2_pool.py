@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rayhicache.actors.announcer import Announcer
@@ -21,7 +23,7 @@ from rayhicache.core.hits import Hit
 from rayhicache.core.keys import PageKey
 from rayhicache.core.layout import RecordLayout
 from rayhicache.core.slots import SlotRef
-from rayhicache.errors import RayHiCacheError, TransportError
+from rayhicache.errors import RayHiCacheError, TierClosed
 from rayhicache.logs import name_process
 from rayhicache.memory.arena import Arena
 from rayhicache.memory.digest import is_whole
@@ -39,58 +41,36 @@ from rayhicache.wire.messages import Commit, Refs, unpack_keys
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rooms:
+    """What a pool is made of once it is up."""
+
+    owner: ArenaOwner
+    server: PeerServer
+    puller: Puller
+    announcer: Announcer
+
+
 class L2Pool:
     """One seat's pool. Ray restarts it, and each life adopts what the last one left.
 
     The constructor never fails, so that Ray doesn't restart a pool that can't come up: `ready`
-    raises what went wrong.
+    raises what went wrong, and every call tries again.
     """
 
     def __init__(self, settings: bytes) -> None:
         self._settings = decode(settings, PoolSettings)
-        self._fault: RayHiCacheError | None = None
+        self._directory = DirectoryClient(self._settings.cluster, self._settings.call_seconds)
+        self._breaker = Breaker()
         self._own_session: int | None = None
         self._lock = threading.Lock()
+        self._starting = threading.Lock()
+        self._rooms: _Rooms | None = None
+        self._closed = False
         try:
-            self._start()
+            self._up()
         except RayHiCacheError as fault:
             log.error("pool %s can't start: %s", self._settings.seat, fault)
-            self._fault = fault
-
-    def _start(self) -> None:
-        settings = self._settings
-        arena = Arena.create_or_adopt(
-            Path(settings.arena_root) if settings.arena_root else default_root(),
-            settings.cluster,
-            settings.seat,
-            settings.arena_bytes,
-        )
-        self._owner = ArenaOwner(arena, verify=is_whole)
-        name_process(tier=settings.cluster, node=settings.seat, epoch=self._owner.epoch)
-        log.info("pool is up with %d B", self._owner.capacity_bytes)
-        self._directory = DirectoryClient(settings.cluster, settings.call_seconds)
-        self._server = PeerServer(
-            self._owner, settings.seat, self._session, lease_seconds=settings.lease_seconds
-        )
-        self._puller = Puller(
-            self._owner,
-            RayTransport(settings.cluster),
-            self._session,
-            limits=PullLimits(
-                chunk_bytes=settings.chunk_bytes,
-                chunks_in_flight=settings.chunks_in_flight,
-                call_seconds=settings.call_seconds,
-                pull_seconds=settings.pull_seconds,
-            ),
-        )
-        self._breaker = Breaker()
-        self._announcer = Announcer(
-            settings.seat,
-            self._owner.epoch,
-            self._directory.announce,
-            lambda: [key for _, key in self._owner.ready_keys()],
-        )
-        self._owner.subscribe(self._announcer.tell)
 
     def ready(self) -> int:
         """The pool's epoch, once it is up.
@@ -98,9 +78,7 @@ class L2Pool:
         Raises:
             ArenaTooLarge, SeatTaken, ArenaError: why it isn't.
         """
-        if self._fault is not None:
-            raise self._fault
-        return self._owner.epoch
+        return self._up().owner.epoch
 
     # ── sessions of this node's workers ─────────────────────────────────────────────────────
 
@@ -169,16 +147,16 @@ class L2Pool:
 
     def peer_lease(self, keys: bytes, fingerprint: str) -> bytes | None:
         """`Transport.lease`."""
-        lease: PeerLease | None = self._server.lease(unpack_keys(keys), fingerprint)
+        lease: PeerLease | None = self._up().server.lease(unpack_keys(keys), fingerprint)
         return None if lease is None else encode(lease)
 
     def peer_read(self, request: bytes) -> bytes:
         """`Transport.read`; the bare bytes."""
-        return self._server.read(decode(request, ChunkRequest))
+        return self._up().server.read(decode(request, ChunkRequest))
 
     def peer_acknowledge(self, lease: int, suspects: bytes) -> None:
         """`Transport.acknowledge`."""
-        self._server.acknowledge(lease, unpack_keys(suspects))
+        self._up().server.acknowledge(lease, unpack_keys(suspects))
 
     # ── the cluster ─────────────────────────────────────────────────────────────────────────
 
@@ -214,12 +192,87 @@ class L2Pool:
 
     def close(self) -> None:
         """Remove the arena: the cluster is shut down. Idempotent."""
-        if self._fault is None:
-            self._announcer.stop()
-            self._puller.close()
-            self._owner.close(unlink=True)
+        with self._starting:
+            self._closed = True
+        if self._rooms is not None:
+            self._rooms.announcer.stop()
+            self._rooms.puller.close()
+            self._rooms.owner.close(unlink=True)
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _owner(self) -> ArenaOwner:
+        """The owner, for calls that can't do without.
+
+        Raises:
+            TierClosed: the pool is closed, or can't come up.
+        """
+        try:
+            return self._up().owner
+        except TierClosed:
+            raise
+        except RayHiCacheError as fault:
+            raise self._refusal(f"it can't come up: {fault}") from fault
+
+    def _up(self) -> _Rooms:
+        """The rooms; made now, on the caller's thread, if that has failed so far."""
+        if self._rooms is not None:
+            return self._rooms
+        with self._starting:
+            if self._closed:
+                raise self._refusal("it is closed")
+            if self._rooms is None:
+                self._rooms = self._made()
+            return self._rooms
+
+    def _made(self) -> _Rooms:
+        settings = self._settings
+        arena = Arena.create_or_adopt(
+            Path(settings.arena_root) if settings.arena_root else default_root(),
+            settings.cluster,
+            settings.seat,
+            settings.arena_bytes,
+        )
+        try:
+            owner = ArenaOwner(arena, verify=is_whole)
+        except RayHiCacheError:
+            arena.close()
+            raise
+        name_process(tier=settings.cluster, node=settings.seat, epoch=owner.epoch)
+        log.info("pool is up with %d B", owner.capacity_bytes)
+        announcer = Announcer(
+            settings.seat,
+            owner.epoch,
+            self._directory.announce,
+            lambda: [key for _, key in owner.ready_keys()],
+        )
+        owner.subscribe(announcer.tell)
+        return _Rooms(
+            owner=owner,
+            server=PeerServer(
+                owner, settings.seat, self._session, lease_seconds=settings.lease_seconds
+            ),
+            puller=Puller(
+                owner,
+                RayTransport(settings.cluster),
+                self._session,
+                limits=PullLimits(
+                    chunk_bytes=settings.chunk_bytes,
+                    chunks_in_flight=settings.chunks_in_flight,
+                    call_seconds=settings.call_seconds,
+                    pull_seconds=settings.pull_seconds,
+                ),
+            ),
+            announcer=announcer,
+        )
+
+    def _refusal(self, found: str) -> TierClosed:
+        return TierClosed(
+            asked=f"use the pool of seat {self._settings.seat!r}",
+            found=found,
+            remedy="go on without the tier, and see the pool's log",
+        )
 
     def _session(self) -> int:
         """The pool's own session, for what it fills itself and for readers of other nodes."""
@@ -239,10 +292,13 @@ class L2Pool:
             for seat, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))
             if count > have and seat != self._settings.seat and self._breaker.allows(seat)
         ]
+        deadline = time.monotonic() + self._settings.pull_seconds
         for seat in seats:
+            if time.monotonic() >= deadline:
+                return
             try:
-                pulled = self._puller.pull(seat, keys, have)
-            except TransportError as fault:
+                pulled = self._up().puller.pull(seat, keys, have)
+            except RayHiCacheError as fault:
                 log.warning("pull from %s failed: %s", seat, fault)
                 self._breaker.failed(seat)
                 continue

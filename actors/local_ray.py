@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import socket
 import tempfile
 from typing import Any
 
@@ -12,7 +13,7 @@ from ray.cluster_utils import Cluster as RayCluster
 
 from rayhicache.actors.naming import NAMESPACE, SEAT_LABEL
 from rayhicache.config import ClusterConfig
-from rayhicache.errors import RayNotFound
+from rayhicache.errors import LaunchFailed, RayNotFound
 
 # A node that died is known after about a second instead of fourteen.
 HEALTH = {
@@ -23,6 +24,7 @@ HEALTH = {
 }
 BOOK_MEMORY = 1 << 30
 CPUS = 4
+LISTEN_SECONDS = 3.0
 
 
 def join(address: str) -> None:
@@ -32,30 +34,85 @@ def join(address: str) -> None:
         RayNotFound: none answers there.
     """
     if ray.is_initialized():
+        joined = ray.get_runtime_context().gcs_address
+        if not _is_same(address, joined):
+            raise RayNotFound(
+                asked=f"join the Ray at {address!r}",
+                found=f"this process has joined the one at {joined}",
+                remedy="use that one, call `ray.shutdown()` first, or use another process",
+            )
         return
+    _check_listens(address)
     try:
         ray.init(
             address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
         )
-    except (ConnectionError, ValueError, RuntimeError) as fault:
-        raise RayNotFound(
-            asked=f"join the Ray at {address!r}",
-            found=str(fault).splitlines()[0],
-            remedy="start it (`ray start --head`), name its address, or leave the address out to "
-            "start a local one",
-        ) from fault
+    except (ConnectionError, ValueError, RuntimeError, SystemExit) as fault:
+        # Where something else than Ray answers, Ray ends the process after two minutes.
+        raise _not_found(address, (str(fault).splitlines() or ["nothing"])[0]) from fault
+
+
+def _check_listens(address: str) -> None:
+    """Refuse at once what Ray itself would try for two minutes: nobody at the address."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return  # "auto", "local" and what Ray itself refuses
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=LISTEN_SECONDS).close()
+    except (OSError, OverflowError) as fault:
+        raise _not_found(address, str(fault)) from fault
+
+
+def _is_same(address: str, joined: str) -> bool:
+    """Whether an address means the Ray that this process has joined."""
+    if address in ("auto", joined):
+        return True
+    (host, _, port), (mine, _, my_port) = address.rpartition(":"), joined.rpartition(":")
+    if port != my_port:
+        return False
+    try:
+        found = socket.gethostbyname(host)
+    except OSError:
+        return False
+    return found == socket.gethostbyname(mine) or found.startswith("127.")
+
+
+def _not_found(address: str, found: str) -> RayNotFound:
+    return RayNotFound(
+        asked=f"join the Ray at {address!r}",
+        found=found,
+        remedy="start it (`ray start --head`), name its address, or leave the address out to "
+        "start a local one",
+    )
 
 
 class LocalRay:
     """Several Ray nodes on this machine; they end with `stop` or with this process.
 
     Nodes are labelled with their seats, so an arena is found again by the same node.
+
+    Raises:
+        LaunchFailed: a node doesn't come up; none is left then.
     """
 
     def __init__(self, config: ClusterConfig) -> None:
         # Socket paths are limited to 107 bytes.
         self._folder = tempfile.mkdtemp(prefix="rhc-", dir="/tmp")
         self._cluster: Any = RayCluster()
+        try:
+            self._start(config)
+        except (OSError, RuntimeError, TimeoutError) as fault:
+            self.stop()
+            raise LaunchFailed(
+                asked=f"start {config.local_nodes} Ray nodes on this machine",
+                found=str(fault),
+                remedy="see how much memory this machine has left, or start fewer nodes",
+            ) from fault
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self, config: ClusterConfig) -> None:
         common: dict[str, Any] = {
             "num_cpus": CPUS,
             "memory": config.arena_bytes + BOOK_MEMORY,

@@ -24,3 +24,18 @@ def directory_name(cluster: str) -> str:
 def worker_name(cluster: str, seat: str, number: int) -> str:
     """Name of one of a seat's workers."""
     return f"{cluster}/worker/{seat}/{number}"
+
+
+def is_of(cluster: str, name: str) -> bool:
+    """Whether an actor is of that cluster: names of clusters have no slash."""
+    return name.startswith(f"{cluster}/")
+
+
+def is_worker(cluster: str, name: str) -> bool:
+    """Whether an actor is a worker of that cluster."""
+    return name.startswith(f"{cluster}/worker/")
+
+
+def is_pool(cluster: str, name: str) -> bool:
+    """Whether an actor is a pool of that cluster."""
+    return name.startswith(f"{cluster}/pool/")

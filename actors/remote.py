@@ -36,7 +36,8 @@ class Placement:
 
 POOL_GROUPS = {"pull": 8, "peer": 8, "control": 2}
 WORKER_GROUPS = {"control": 2}
-CONTROLLER_GROUPS = {"workers": 4, "news": 64, "control": 2}
+# One thread for what workers tell: a worker's tokens are to come in order.
+CONTROLLER_GROUPS = {"workers": 1, "news": 64, "control": 2}
 
 
 def create(kind: type, name: str, placement: Placement, *args: object) -> Any:

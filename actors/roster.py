@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.exceptions import ActorAlreadyExistsError
 
-from rayhicache.actors.calls import ActorGone, answer
+from rayhicache.actors.calls import ActorGone, answer, ask, start
 from rayhicache.actors.directory import Directory
 from rayhicache.actors.gpu_worker import GpuWorker
 from rayhicache.actors.l2_pool import L2Pool
@@ -17,14 +20,18 @@ from rayhicache.actors.messages import WorkerReady
 from rayhicache.actors.naming import (
     NAMESPACE,
     SEAT_LABEL,
+    controller_name,
     directory_name,
+    is_of,
+    is_pool,
+    is_worker,
     pool_name,
     worker_name,
 )
 from rayhicache.actors.remote import POOL_GROUPS, WORKER_GROUPS, Placement, create
 from rayhicache.actors.settings import pool_settings, worker_settings
 from rayhicache.config import ClusterConfig
-from rayhicache.errors import LaunchFailed, RayHiCacheError
+from rayhicache.errors import ArenaTooLarge, ClusterClosed, LaunchFailed, RayHiCacheError
 from rayhicache.wire.codec import decode, encode
 
 log = logging.getLogger(__name__)
@@ -35,11 +42,7 @@ def seats_of_nodes() -> dict[str, str]:
 
     The node's label if it has one, else its host's name, numbered where a host has several.
     """
-    known: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # ray's own gap
-    nodes = sorted(
-        (node for node in known if node["Alive"]),
-        key=lambda node: (node["NodeManagerHostname"], node["NodeID"]),
-    )
+    nodes = sorted(live_nodes(), key=lambda node: (node["NodeManagerHostname"], node["NodeID"]))
     seats: dict[str, str] = {}
     for node in nodes:
         name = node.get("Labels", {}).get(SEAT_LABEL) or node["NodeManagerHostname"]
@@ -52,15 +55,63 @@ def seats_of_nodes() -> dict[str, str]:
     return seats
 
 
+def live_nodes() -> list[dict[str, Any]]:
+    """Ray's nodes that are alive, as it describes them."""
+    known: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # ray's own gap
+    return [node for node in known if node["Alive"]]
+
+
+def end_actors(cluster: str, call_seconds: float) -> None:
+    """End every actor of a cluster but its controller: those that Ray knows, by name.
+
+    Workers say goodbye first, then pools, which remove their arenas. Idempotent.
+    """
+    # Never by a list of one's own: it may be of another life, or not whole yet.
+    found = named_actors(cluster)
+    workers = {name: actor for name, actor in found.items() if is_worker(cluster, name)}
+    pools = {name: actor for name, actor in found.items() if is_pool(cluster, name)}
+    for group in (workers, pools):
+        calls = {
+            name: start(actor, "close", what=f"close {name!r}", group="control")
+            for name, actor in group.items()
+        }
+        for name, call in calls.items():
+            try:
+                answer(call, f"close {name!r}", call_seconds)
+            except RayHiCacheError as fault:
+                log.warning("ending %s without its goodbye: %s", name, fault)
+    for actor in found.values():
+        ray.kill(actor, no_restart=True)
+
+
+def named_actors(cluster: str) -> dict[str, Any]:
+    """The live actors of a cluster but its controller, by name."""
+    named: list[dict[str, str]] = ray.util.list_named_actors(all_namespaces=True)
+    found = {}
+    for entry in named:
+        name = entry["name"]
+        if entry["namespace"] == NAMESPACE and is_of(cluster, name):
+            # One that has just ended is gone.
+            with contextlib.suppress(ValueError):
+                found[name] = ray.get_actor(name, namespace=NAMESPACE)
+    found.pop(controller_name(cluster), None)
+    return found
+
+
 @dataclass(slots=True)
 class Roster:
-    """The pools, workers and directory of one cluster. Filled by `start`, on one thread."""
+    """The pools, workers and directory of one cluster. Filled by `start`, on one thread.
+
+    `stop` may come from another one, in the middle of a start too.
+    """
 
     config: ClusterConfig
     directory: Any = None
     pools: dict[str, Any] = field(default_factory=dict)
     workers: dict[str, Any] = field(default_factory=dict)
     registered: dict[str, WorkerReady] = field(default_factory=dict)
+    _stopped: bool = False
+    _making: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> None:
         """Bring everything up, or find it by name if this is a later life of the controller.
@@ -74,6 +125,7 @@ class Roster:
             Directory, directory_name(config.name), Placement(threads=4)
         )
         seats = seats_of_nodes()
+        self._check_memory(seats)
         for seat, node in seats.items():
             self.pools[seat] = self._found_or_made(
                 L2Pool,
@@ -94,43 +146,53 @@ class Roster:
                     encode(worker_settings(config, seat, node, name)),
                 )
         for name in self.workers:
-            self.register(name)
+            self.register(name, config.limits.ready_seconds)
 
-    def register(self, name: str) -> WorkerReady:
+    def register(self, name: str, timeout: float) -> WorkerReady:
         """Wait until a worker is up; only then is it routed to.
 
         Raises:
             RayHiCacheError: why it isn't.
         """
-        ready = decode(self._await(f"worker {name!r}", self.workers[name]), WorkerReady)
+        ready = decode(self._await(f"worker {name!r}", self.workers[name], timeout), WorkerReady)
         self.registered[name] = ready
         return ready
 
     def stop(self) -> None:
-        """Close and end every actor, workers first; the arenas are removed. Idempotent."""
-        for name, worker in self.workers.items():
-            self._close(f"worker {name!r}", worker)
-        for seat, pool in self.pools.items():
-            self._close(f"pool of seat {seat!r}", pool)
-        for actor in (*self.workers.values(), *self.pools.values(), self.directory):
-            if actor is not None:
-                ray.kill(actor, no_restart=True)
-        self.workers.clear()
-        self.pools.clear()
-        self.registered.clear()
-        self.directory = None
+        """End every actor; the arenas are removed. Idempotent. A start under way fails."""
+        with self._making:
+            self._stopped = True
+        end_actors(self.config.name, self.config.limits.call_seconds)
 
     def _found_or_made(self, kind: type, name: str, placement: Placement, *args: bytes) -> Any:
-        try:
-            return create(kind, name, placement, *args)
-        except ActorAlreadyExistsError:
-            return ray.get_actor(name, namespace=NAMESPACE)
+        with self._making:
+            if self._stopped:
+                raise ClusterClosed(
+                    asked=f"start {name!r}",
+                    found="the cluster is being shut down",
+                    remedy="launch it anew",
+                )
+            try:
+                return create(kind, name, placement, *args)
+            except ActorAlreadyExistsError:
+                return ray.get_actor(name, namespace=NAMESPACE)
 
-    def _await(self, what: str, actor: Any) -> Any:
+    def _check_memory(self, seats: Mapping[str, str]) -> None:
+        """Ray would let an actor that fits no node wait for ever."""
+        nodes = {node["NodeID"]: node for node in live_nodes()}
+        for seat, node in seats.items():
+            books = int(nodes[node]["Resources"].get("memory", 0))
+            if books < self.config.arena_bytes:
+                raise ArenaTooLarge(
+                    asked=f"give seat {seat!r} an arena of {self.config.arena_bytes:,} B",
+                    found=f"Ray's books give its node {books:,} B of memory",
+                    remedy="choose smaller arena_bytes, or start the node with more `--memory`",
+                )
+
+    def _await(self, what: str, actor: Any, timeout: float | None = None) -> Any:
+        limit = self.config.limits.ready_seconds if timeout is None else timeout
         try:
-            return answer(
-                actor.ready.remote(), f"wait for the {what}", self.config.limits.ready_seconds
-            )
+            return ask(actor, "ready", what=f"wait for the {what}", timeout=limit)
         except ActorGone as fault:
             raise LaunchFailed(
                 asked=fault.asked,
@@ -138,10 +200,3 @@ class Roster:
                 remedy="see the actor's log; a node may have too little memory in Ray's books, "
                 "or the project isn't installed there",
             ) from fault
-
-    def _close(self, what: str, actor: Any) -> None:
-        try:
-            call = actor.close.options(concurrency_group="control").remote()
-            answer(call, f"close the {what}", self.config.limits.call_seconds)
-        except RayHiCacheError as fault:
-            log.warning("ending the %s without its goodbye: %s", what, fault)
