@@ -1,0 +1,278 @@
+"""The command line: `rayhicache up | status | down`.
+
+Each command prints what it did and returns 0. A fault of the tier is told in three sentences on
+stderr and returns 1; a command that can't be understood returns 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import re
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rayhicache.config import MODELS, ClusterConfig, EngineSpec
+from rayhicache.errors import ClusterNotFound, RayHiCacheError, RayNotFound
+from rayhicache.memory.folder import default_root
+from rayhicache.memory.janitor import list_arenas, remove_tier
+
+if TYPE_CHECKING:
+    from rayhicache.actors.cluster import Cluster
+    from rayhicache.actors.status import ClusterStatus, PoolStatus
+
+WATCH_SECONDS = 2.0
+UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+COLUMNS = (
+    "seat",
+    "capacity",
+    "used",
+    "filling",
+    "leased",
+    "sealed",
+    "hits",
+    "misses",
+    "evictions",
+    "epoch",
+    "sessions",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code of the process.
+
+    Raises:
+        SystemExit: with 2 for a command that can't be understood, with 0 for `--help`.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+    except RayHiCacheError as fault:
+        print(f"Asked: {fault.asked}.", file=sys.stderr)
+        print(f"Found: {fault.found}.", file=sys.stderr)
+        print(f"What to do: {fault.remedy}.", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rayhicache", description="A key-value cache tier on a Ray cluster."
+    )
+    commands = parser.add_subparsers(required=True, metavar="up | status | down")
+
+    up = commands.add_parser("up", help="bring a cluster up")
+    _name(up)
+    where = up.add_mutually_exclusive_group()
+    where.add_argument(
+        "--address",
+        help="of the Ray to run on, `auto` for this machine's; the cluster stays when the command "
+        "has ended. Without it a Ray is started here and ends with the command",
+    )
+    defaults = ClusterConfig()
+    where.add_argument("--local-nodes", type=int, default=defaults.local_nodes, metavar="N")
+    up.add_argument(
+        "--arena-bytes",
+        type=_size,
+        default=defaults.arena_bytes,
+        metavar="SIZE",
+        help="host memory of each node's pool, as in 256MiB or 8GiB (default 256MiB)",
+    )
+    up.add_argument("--model", choices=MODELS, default=defaults.engine.model)
+    up.add_argument("--workers-per-node", type=int, default=1, metavar="N")
+    up.add_argument("--page-tokens", type=int, default=defaults.page_tokens, metavar="N")
+    up.add_argument("--arena-root", default="", metavar="FOLDER", help="where the arenas lie")
+    up.set_defaults(run=_up)
+
+    status = commands.add_parser("status", help="show how the pools are")
+    _name(status)
+    status.add_argument("--address", default="auto", help="of its Ray (default: this machine's)")
+    status.add_argument("--json", action="store_true", help="print it for programs")
+    status.set_defaults(run=_status)
+
+    down = commands.add_parser("down", help="end a cluster and remove what it left on this machine")
+    _name(down)
+    down.add_argument("--address", default="auto", help="of its Ray (default: this machine's)")
+    down.add_argument("--arena-root", default="", metavar="FOLDER", help="where the arenas lie")
+    down.set_defaults(run=_down)
+    return parser
+
+
+def _name(command: argparse.ArgumentParser) -> None:
+    command.add_argument("name", nargs="?", default="default", metavar="NAME", help="of the tier")
+
+
+def _size(text: str) -> int:
+    """Bytes of `256MiB`, `8GiB` or a plain number."""
+    found = re.fullmatch(r"(\d+)([KMGT]iB|B|)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write it as 256MiB or 8GiB")
+    return int(found[1]) * UNITS[found[2]]
+
+
+# ── up ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    from rayhicache.actors.cluster import launch
+
+    config = ClusterConfig(
+        name=arguments.name,
+        address=arguments.address,
+        local_nodes=arguments.local_nodes,
+        arena_bytes=arguments.arena_bytes,
+        page_tokens=arguments.page_tokens,
+        engine=EngineSpec(model=arguments.model),
+        workers_per_node=arguments.workers_per_node,
+        arena_root=arguments.arena_root,
+    )
+    cluster = launch(config)
+    if arguments.address is not None:
+        show(cluster.status())
+        print(f"It stays up. End it with: rayhicache down {config.name} --address {config.address}")
+        return 0
+    try:
+        _stay(cluster)
+    finally:
+        cluster.shutdown()
+    print(f"Cluster {config.name!r} is down.")
+    return 0
+
+
+def _stay(cluster: Cluster) -> None:
+    """Return on SIGINT or SIGTERM, or when somebody else has ended the cluster."""
+    from rayhicache.actors.cluster import is_running
+
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    show(cluster.status())
+    print(f"Ray's address is {cluster.address}. Ctrl-C ends the cluster and its Ray.", flush=True)
+    while not ended.wait(WATCH_SECONDS) and is_running(cluster.config.name):
+        pass
+
+
+# ── status ──────────────────────────────────────────────────────────────────────────────────
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from rayhicache.actors.cluster import connect
+
+    status = connect(arguments.name, address=arguments.address).status()
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(status), indent=2))
+    else:
+        show(status)
+    return 0
+
+
+def show(status: ClusterStatus) -> None:
+    """Print a cluster's status: drawn where `rich` is installed, else as plain columns."""
+    rows = [_row(pool) for pool in status.pools]
+    if importlib.util.find_spec("rich") is not None:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*COLUMNS, title=f"cluster {status.name}", title_justify="left")
+        for row in rows:
+            table.add_row(*row)
+        # Where the output is no terminal its width is unknown, and cells must not be cut.
+        console = Console()
+        console.print(table, width=None if console.is_terminal else 160)
+    else:
+        print(f"cluster {status.name}")
+        widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+        for row in (COLUMNS, *rows):
+            print("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip())
+    for line in _lines(status):
+        print(line)
+
+
+def _row(pool: PoolStatus) -> tuple[str, ...]:
+    stopped = sum(session.stopped for session in pool.sessions)
+    sessions = f"{len(pool.sessions)}, {stopped} stopped" if stopped else f"{len(pool.sessions)}"
+    numbers = (
+        f"{pool.used:,} of {pool.slots:,}",
+        *(
+            f"{number:,}"
+            for number in (
+                pool.filling,
+                pool.leased,
+                pool.sealed,
+                pool.hits,
+                pool.misses,
+                pool.evictions,
+                pool.epoch,
+            )
+        ),
+    )
+    return (pool.seat, _bytes(pool.capacity_bytes), *numbers, sessions)
+
+
+def _lines(status: ClusterStatus) -> list[str]:
+    """What stands under the table."""
+    lines = [f"Seat {seat}: its pool doesn't answer." for seat in status.unreachable]
+    lines += [
+        f"Seat {pool.seat}: process {session.pid} ({session.client}) is stopped and keeps its "
+        "leases."
+        for pool in status.pools
+        for session in pool.sessions
+        if session.stopped
+    ]
+    sized = [pool for pool in status.pools if pool.token_bytes]
+    if sized:
+        tokens = sum(pool.tokens_fit for pool in sized)
+        lines.append(
+            f"A token takes {sized[0].token_bytes:,.0f} B; {tokens:,} tokens fit, "
+            f"in records of {sized[0].page_tokens} tokens."
+        )
+    available = sum(worker.available for worker in status.workers)
+    lines.append(
+        f"{available} of {len(status.workers)} workers take work; {status.running} prompts run, "
+        f"{status.queued} wait."
+    )
+    return lines
+
+
+def _bytes(number: int) -> str:
+    unit = max((unit for unit in UNITS if UNITS[unit] <= max(number, 1)), key=lambda u: UNITS[u])
+    return f"{number / UNITS[unit]:,.4g} {unit or 'B'}"
+
+
+# ── down ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _down(arguments: argparse.Namespace) -> int:
+    from rayhicache.actors.cluster import connect
+
+    name, root = arguments.name, arguments.arena_root
+    try:
+        cluster = connect(name, address=arguments.address)
+    except (RayNotFound, ClusterNotFound) as fault:
+        print(f"No cluster {name!r} runs at {arguments.address!r}: {fault.found}.")
+    else:
+        cluster.shutdown()
+        print(f"Cluster {name!r} is down.")
+        root = root or cluster.config.arena_root
+    folder = Path(root) if root else default_root()
+    removed = remove_tier(folder, name)
+    for path in removed:
+        print(f"Removed {path}.")
+    if not removed:
+        print(f"No arena of {name!r} was left in {folder}.")
+    held = [arena.path for arena in list_arenas(folder) if arena.tier == name and arena.held]
+    for path in held:
+        print(f"Kept {path}: a live pool holds it; name its Ray with --address.", file=sys.stderr)
+    return 1 if held else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
