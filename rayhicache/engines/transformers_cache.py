@@ -107,7 +107,7 @@ def probe_state(model: PreTrainedModel, num_layers: int) -> dict[int, StateShape
     layers = [_Probe() for _ in range(num_layers)]
     with torch.inference_mode():
         model(
-            input_ids=torch.zeros((1, 1), dtype=torch.int64),
+            input_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.device),
             use_cache=True,
             **{cache_keyword(model): Cache(layers=list(layers))},
         )

@@ -1,0 +1,1 @@
+"""NVIDIA GPUs: the `cuda` device and its ways to copy. Imported only where there is one."""
