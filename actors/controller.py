@@ -19,11 +19,11 @@ from typing import Any
 
 import ray
 
-from rayhicache.actors.calls import ActorGone, ActorSlow, answer, ask, start
+from rayhicache.actors.calls import ActorGone, ask, start
 from rayhicache.actors.directory import DirectoryClient
 from rayhicache.actors.messages import News, PartResult, Submission
 from rayhicache.actors.roster import Roster
-from rayhicache.actors.status import ClusterStatus, PoolStatus, WorkerStatus
+from rayhicache.actors.status import ClusterStatus, WorkerStatus
 from rayhicache.config import ClusterConfig
 from rayhicache.core.jobs import Assignment, JobBook, PartState
 from rayhicache.core.keys import PageKey, page_keys
@@ -162,19 +162,7 @@ class Controller:
 
     def status(self) -> bytes:
         """A `ClusterStatus`."""
-        calls = {
-            seat: start(pool, "status", what=f"ask seat {seat!r}", group="control")
-            for seat, pool in self._roster.pools.items()
-        }
-        pools, unreachable = [], []
-        for seat, call in calls.items():
-            try:
-                found = answer(call, f"ask seat {seat!r}", self._config.limits.call_seconds)
-            except RayHiCacheError as fault:
-                log.warning("status without seat %s: %s", seat, fault)
-                unreachable.append(seat)
-            else:
-                pools.append(decode(found, PoolStatus))
+        pools, unreachable = self._roster.pool_statuses()
         with self._changed:
             counts = self._book.counts()
             workers = tuple(
@@ -189,8 +177,8 @@ class Controller:
         return encode(
             ClusterStatus(
                 name=self._config.name,
-                pools=tuple(pools),
-                unreachable=tuple(unreachable),
+                pools=pools,
+                unreachable=unreachable,
                 workers=workers,
                 queued=counts[PartState.QUEUED],
                 running=counts[PartState.RUNNING],
@@ -199,12 +187,7 @@ class Controller:
 
     def settle(self, timeout: float) -> bool:
         """Wait until every worker's stores so far are committed; False on time-out."""
-        calls = [
-            start(worker, "settle", timeout, what="settle", group="control")
-            for worker in self._roster.workers.values()
-        ]
-        deadline = time.monotonic() + timeout + self._config.limits.call_seconds
-        return all([self._settled(call, deadline) for call in calls])
+        return self._roster.settle(timeout)
 
     def shutdown(self) -> None:
         """Cancel all jobs, end every actor but this one, remove the arenas. Idempotent."""
@@ -245,16 +228,6 @@ class Controller:
     def _closes_within(self, seconds: float) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: self._closed, seconds)
-
-    def _settled(self, call: Any, deadline: float) -> bool:
-        try:
-            return bool(answer(call, "settle a worker", max(deadline - time.monotonic(), 0)))
-        except ActorSlow:
-            return False
-        except ActorGone as fault:
-            # A worker that is gone stores nothing more, and its session has ended.
-            log.warning("%s", fault)
-            return True
 
     def _check(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> None:
         self._check_open()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorAlreadyExistsError
 
-from rayhicache.actors.calls import ActorGone, answer, ask, start
+from rayhicache.actors.calls import ActorGone, ActorSlow, answer, ask, start
 from rayhicache.actors.directory import Directory
 from rayhicache.actors.gpu_worker import GpuWorker
 from rayhicache.actors.l2_pool import L2Pool
@@ -30,6 +31,7 @@ from rayhicache.actors.naming import (
 )
 from rayhicache.actors.remote import POOL_GROUPS, WORKER_GROUPS, Placement, create
 from rayhicache.actors.settings import pool_settings, worker_settings
+from rayhicache.actors.status import PoolStatus
 from rayhicache.config import ClusterConfig
 from rayhicache.errors import ArenaTooLarge, ClusterClosed, LaunchFailed, RayHiCacheError
 from rayhicache.wire.codec import decode, encode
@@ -158,6 +160,32 @@ class Roster:
         self.registered[name] = ready
         return ready
 
+    def pool_statuses(self) -> tuple[tuple[PoolStatus, ...], tuple[str, ...]]:
+        """How the pools are, and the seats of those that don't answer."""
+        calls = {
+            seat: start(pool, "status", what=f"ask seat {seat!r}", group="control")
+            for seat, pool in self.pools.items()
+        }
+        found, unreachable = [], []
+        for seat, call in calls.items():
+            try:
+                status = answer(call, f"ask seat {seat!r}", self.config.limits.call_seconds)
+            except RayHiCacheError as fault:
+                log.warning("status without seat %s: %s", seat, fault)
+                unreachable.append(seat)
+            else:
+                found.append(decode(status, PoolStatus))
+        return tuple(found), tuple(unreachable)
+
+    def settle(self, timeout: float) -> bool:
+        """Wait until every worker's stores so far are committed; False on time-out."""
+        calls = [
+            start(worker, "settle", timeout, what="settle a worker", group="control")
+            for worker in self.workers.values()
+        ]
+        deadline = time.monotonic() + timeout + self.config.limits.call_seconds
+        return all([_settled(call, deadline) for call in calls])
+
     def stop(self) -> None:
         """End every actor; the arenas are removed. Idempotent. A start under way fails."""
         with self._making:
@@ -200,3 +228,14 @@ class Roster:
                 remedy="see the actor's log; a node may have too little memory in Ray's books, "
                 "or the project isn't installed there",
             ) from fault
+
+
+def _settled(call: Any, deadline: float) -> bool:
+    try:
+        return bool(answer(call, "settle a worker", max(deadline - time.monotonic(), 0)))
+    except ActorSlow:
+        return False
+    except ActorGone as fault:
+        # A worker that is gone stores nothing more, and its session has ended.
+        log.warning("%s", fault)
+        return True
