@@ -184,9 +184,8 @@ def show(status: ClusterStatus) -> None:
         table = Table(*COLUMNS, title=f"cluster {status.name}", title_justify="left")
         for row in rows:
             table.add_row(*row)
-        # Where the output is no terminal its width is unknown, and cells must not be cut.
-        console = Console()
-        console.print(table, width=None if console.is_terminal else 160)
+        # A file or a pipe has no width to fit.
+        Console(width=None if sys.stdout.isatty() else 160).print(table)
     else:
         print(f"cluster {status.name}")
         widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
