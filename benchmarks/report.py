@@ -42,10 +42,24 @@ class Row:
         return self.value <= self.must if self.smaller_is_better else self.value >= self.must
 
 
-def finish(name: str, rows: Sequence[Row], packages: Sequence[str] = ()) -> int:
-    """Print the rows and write `results/<name>.json`; the exit status, 1 if a row doesn't hold."""
+def finish(
+    name: str,
+    rows: Sequence[Row],
+    packages: Sequence[str] = (),
+    *,
+    hardware: str = "",
+    driver: str = "",
+) -> int:
+    """Print the rows and write `results/<name>.json`; the exit status, 1 if a row doesn't hold.
+
+    Args:
+        packages: whose versions matter.
+        hardware: what was measured, if that isn't the processor.
+        driver: its version.
+    """
     report = {
-        "hardware": _hardware(),
+        "hardware": hardware or _hardware(),
+        "driver": driver,
         "versions": {"python": platform.python_version()} | {p: version(p) for p in packages},
         "command": f"python -m benchmarks.{name}",
         "rows": [asdict(row) for row in rows],
