@@ -6,7 +6,6 @@ second stream beside it by a kernel of few blocks, and the lane's stream joins t
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,12 +36,14 @@ class CopyChoice:
         load, store: (fragment bytes, share of the rows that the kernel moves), ascending; the
             first that isn't smaller than the fragment counts, above the last one all rows go to
             the copy engine.
-        kernel_blocks: blocks of the kernel when it moves everything; less takes as many fewer.
+        blocks_beside: blocks of the kernel beside the copy engine, times its share of the bytes.
+        blocks_alone: its blocks when it moves everything.
     """
 
     load: Shares = ((24_575, 1.0),)
-    store: Shares = ((24_575, 1.0), (49_152, 0.6))
-    kernel_blocks: int = 8
+    store: Shares = ((24_575, 1.0), (49_152, 0.6), (1 << 20, 0.2))
+    blocks_beside: int = 5
+    blocks_alone: int = 16
 
     def kernel_rows(self, direction: Direction, nbytes: int, count: int) -> int:
         """How many of `count` rows of that fragment size the kernel moves."""
@@ -52,7 +53,9 @@ class CopyChoice:
 
     def blocks(self, kernel_bytes: int, all_bytes: int) -> int:
         """Blocks of the kernel when it moves that part of a plan's bytes."""
-        return max(math.ceil(self.kernel_blocks * kernel_bytes / all_bytes), 1)
+        if kernel_bytes == all_bytes:
+            return self.blocks_alone
+        return max(self.blocks_beside * kernel_bytes // all_bytes, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
