@@ -99,6 +99,10 @@ class LocalRay:
         # Socket paths are limited to 107 bytes.
         self._folder = tempfile.mkdtemp(prefix="rhc-", dir="/tmp")
         self._cluster: Any = RayCluster()
+        # Ray's advice about `ray start` and its addresses isn't for those who call `launch`.
+        logger = logging.getLogger("ray")
+        level = logger.level
+        logger.setLevel(logging.CRITICAL)
         try:
             self._start(config)
         except (OSError, RuntimeError, TimeoutError) as fault:
@@ -111,12 +115,15 @@ class LocalRay:
         except BaseException:
             self.stop()
             raise
+        finally:
+            logger.setLevel(level)
 
     def _start(self, config: ClusterConfig) -> None:
         common: dict[str, Any] = {
             "num_cpus": CPUS,
             "memory": config.arena_bytes + BOOK_MEMORY,
             "object_store_memory": config.object_store_bytes,
+            "include_dashboard": False,
         }
         for number in range(config.local_nodes):
             options = {**common, "labels": {SEAT_LABEL: f"node{number}"}}
