@@ -15,7 +15,6 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
 
 import ray
 
