@@ -177,6 +177,8 @@ class RayPort:
             try:
                 self._ask("detach", "detach", session)
             except PoolUnreachable:
+                if not _is_known(self._cluster, self._seat):
+                    return
                 pause.wait(DETACH_PAUSE_SECONDS)
             else:
                 return
@@ -302,3 +304,12 @@ class RayPort:
                 remedy="attach first, and don't use it after close",
             )
         return self._session
+
+
+def _is_known(cluster: str, seat: str) -> bool:
+    """Whether there is, or will be again, a pool of that seat."""
+    try:
+        ray.get_actor(pool_name(cluster, seat), namespace=NAMESPACE)
+    except ValueError:
+        return False
+    return True
