@@ -1,6 +1,6 @@
 """Pulling: records of another node's pool become records of this one.
 
-    reserve own slots ─► lease at the owner ─► for each layer group, in the order of the forward:
+    lease at the owner ─► reserve own slots ─► for each layer group, in the order of the forward:
         chunks of all pages, a few in flight ─► verify ─► write ─► signal the group
     ─► commit ─► acknowledge
 
