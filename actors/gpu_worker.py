@@ -1,6 +1,7 @@
 """`GpuWorker`: the actor that runs an engine, one prompt at a time.
 
-The class is plain; `rayhicache.actors.remote` makes the actor of it.
+The class is plain; `rayhicache.actors.remote` makes the actor of it. What the engine needs is
+imported where it runs: it takes seconds, which a controller or a command line needn't wait.
 """
 
 from __future__ import annotations
@@ -8,23 +9,22 @@ from __future__ import annotations
 import logging
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
 
 from rayhicache.actors.link import RayPort
 from rayhicache.actors.messages import PartResult, WorkerReady
 from rayhicache.actors.naming import NAMESPACE, controller_name
 from rayhicache.actors.settings import WorkerSettings
 from rayhicache.core.jobs import Assignment, PartReport
-from rayhicache.device.copier import CopyLimits
-from rayhicache.device.cpu import CpuDevice
-from rayhicache.device.protocols import Device
-from rayhicache.engines.transformers_engine import TransformersEngine
 from rayhicache.errors import PoolUnreachable, RayHiCacheError
 from rayhicache.logs import name_process
 from rayhicache.wire.codec import decode, encode
+
+if TYPE_CHECKING:
+    from rayhicache.device.protocols import Device
+    from rayhicache.engines.transformers_engine import TransformersEngine
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ class GpuWorker:
         self._engine: TransformersEngine | None = None
         self._cancelled: set[tuple[str, int, int]] = set()
         name_process(tier=self._settings.cluster, node=self._settings.seat, epoch=0)
+        import torch
+
         # One thread: workers share the node's cores, and equal runs then give equal bits.
         torch.set_num_threads(1)
         try:
@@ -116,6 +118,9 @@ class GpuWorker:
             self._engine.close(self._settings.copy_seconds)
 
     def _started(self) -> TransformersEngine:
+        from rayhicache.device.copier import CopyLimits
+        from rayhicache.engines.transformers_engine import TransformersEngine
+
         settings = self._settings
         port = RayPort(
             settings.cluster,
@@ -141,6 +146,8 @@ class GpuWorker:
 
     def _device(self) -> Device:
         """Where the engine's pools are; the engine closes it."""
+        from rayhicache.device.cpu import CpuDevice
+
         return CpuDevice(wait_seconds=self._settings.wait_seconds)
 
     def _running(self) -> TransformersEngine:

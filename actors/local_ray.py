@@ -128,7 +128,11 @@ class LocalRay:
         for number in range(config.local_nodes):
             options = {**common, "labels": {SEAT_LABEL: f"node{number}"}}
             if number == 0:
-                options |= {"temp_dir": self._folder, "_system_config": HEALTH}
+                options |= {
+                    "temp_dir": self._folder,
+                    "_system_config": HEALTH,
+                    "include_dashboard": config.dashboard,
+                }
             self._cluster.add_node(**options)
         self._cluster.wait_for_nodes()
 

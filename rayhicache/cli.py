@@ -133,6 +133,7 @@ def _up(arguments: argparse.Namespace) -> int:
         engine=EngineSpec(model=arguments.model),
         workers_per_node=arguments.workers_per_node,
         arena_root=arguments.arena_root,
+        dashboard=True,
     )
     cluster = launch(config)
     if arguments.address is not None:

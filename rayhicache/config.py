@@ -130,6 +130,7 @@ class ClusterConfig:
         workers_per_node: workers on each node.
         arena_root: folder of the arenas on every node, empty for `/dev/shm/rayhicache-<uid>`.
         object_store_bytes: of each local node; the tier's bytes are not in it.
+        dashboard: whether a local start has Ray's dashboard, which also takes submitted jobs.
         limits: and time-outs.
 
     Raises:
@@ -145,6 +146,7 @@ class ClusterConfig:
     workers_per_node: int = 1
     arena_root: str = ""
     object_store_bytes: int = 128 * MIB
+    dashboard: bool = False
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
