@@ -56,6 +56,11 @@ class Cluster:
         address: str = ray.get_runtime_context().gcs_address
         return address
 
+    @property
+    def dashboard(self) -> str | None:
+        """Where the dashboard is of the Ray that `launch` started here; None if there is none."""
+        return None if self._local is None else self._local.dashboard
+
     def submit(self, job: GenerateJob) -> Job:
         """Queue a job. Returns once its prompts are routed.
 

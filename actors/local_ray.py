@@ -6,6 +6,7 @@ import logging
 import shutil
 import socket
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -77,6 +78,14 @@ def _is_same(address: str, joined: str) -> bool:
     return found == socket.gethostbyname(mine) or found.startswith("127.")
 
 
+def _free_port() -> int:
+    """A port that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
 def _not_found(address: str, found: str) -> RayNotFound:
     return RayNotFound(
         asked=f"join the Ray at {address!r}",
@@ -132,15 +141,25 @@ class LocalRay:
                     "temp_dir": self._folder,
                     "_system_config": HEALTH,
                     "include_dashboard": config.dashboard,
+                    # The usual one may be another Ray's; then jobs couldn't be submitted.
+                    "dashboard_agent_listen_port": _free_port(),
                 }
             self._cluster.add_node(**options)
         self._cluster.wait_for_nodes()
+        # Where a submitted job looks for its own Ray; else it takes the one started last.
+        Path(self._folder, "ray_current_cluster").write_text(self.address, encoding="utf-8")
 
     @property
     def address(self) -> str:
         """What `join` and `connect` take."""
         address: str = self._cluster.address
         return address
+
+    @property
+    def dashboard(self) -> str | None:
+        """Where Ray's dashboard is, which also takes submitted jobs; None if there is none."""
+        found: str | None = self._cluster.webui_url
+        return f"http://{found}" if found else None
 
     def stop(self) -> None:
         """Leave Ray and end its processes. Idempotent."""

@@ -2,7 +2,7 @@
 
     python examples/quickstart.py [--show-race]
 
-Eight users chat with a model over Python's own sources: a long opening, then short turns. Each
+Six users chat with a model over Python's own sources: a long opening, then short turns. Each
 turn's prompt is the whole chat so far, so most of it was computed before: the tier restores it
 from host memory, on the node that computed it or, when that node has a queue, on the other one,
 which pulls it. At the end every answer is compared with one that was computed without a tier.
@@ -32,7 +32,7 @@ from rayhicache.testing.cold import cold_engine
 from rayhicache.testing.race import show_race
 
 RESULTS = Path("build/demo.json")
-OPENING_TOKENS = 640
+OPENING_TOKENS = 512
 TURN_TOKENS = 96
 ANSWER_TOKENS = 16
 SOURCES = (
@@ -225,7 +225,7 @@ def race(console: Console, spec: hc.EngineSpec, chats: Sequence[Chat]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demonstration; 0 if pages came from both nodes and every answer is the same."""
     parser = argparse.ArgumentParser(description="Chats over a tier of two nodes.")
-    parser.add_argument("--chats", type=int, default=8, choices=range(2, len(SOURCES) + 1))
+    parser.add_argument("--chats", type=int, default=6, choices=range(2, len(SOURCES) + 1))
     parser.add_argument("--turns", type=int, default=4, choices=range(2, 9))
     parser.add_argument("--show-race", action="store_true", help="show what the gate prevents")
     arguments = parser.parse_args(argv)

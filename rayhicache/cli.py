@@ -156,6 +156,8 @@ def _stay(cluster: Cluster) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     show(cluster.status())
+    if cluster.dashboard is not None:
+        print(f"Ray's dashboard, which takes jobs too, is {cluster.dashboard}.")
     print(f"Ray's address is {cluster.address}. Ctrl-C ends the cluster and its Ray.", flush=True)
     while not ended.wait(WATCH_SECONDS) and is_running(cluster.config.name):
         pass
