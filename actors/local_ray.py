@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import socket
 import tempfile
@@ -43,7 +44,7 @@ def join(address: str) -> None:
                 remedy="use that one, call `ray.shutdown()` first, or use another process",
             )
         return
-    _check_listens(address)
+    _check_listens(_last_started() if address == "auto" else address)
     try:
         ray.init(
             address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
@@ -53,11 +54,22 @@ def join(address: str) -> None:
         raise _not_found(address, (str(fault).splitlines() or ["nothing"])[0]) from fault
 
 
+def _last_started() -> str:
+    """What "auto" means to Ray, "" if it has to search: a start that was killed leaves its file."""
+    if address := os.environ.get("RAY_ADDRESS"):
+        return address
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    try:
+        return Path(folder, "ray", "ray_current_cluster").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
 def _check_listens(address: str) -> None:
     """Refuse at once what Ray itself would try for two minutes: nobody at the address."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
-        return  # "auto", "local" and what Ray itself refuses
+        return  # nothing to try, "local", and what Ray itself refuses
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=LISTEN_SECONDS).close()
     except (OSError, OverflowError) as fault:
