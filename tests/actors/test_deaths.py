@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -32,16 +31,12 @@ from rayhicache.errors import ClusterClosed, JobFailed
 
 pytestmark = pytest.mark.ray
 SECONDS = clusters.SECONDS
-LONG = 600
+LONG = 300
 
 
 def arenas() -> dict[str, int]:
+    """Whatever files the tier has in shared memory, with their sizes."""
     return {str(path): path.stat().st_size for path in sorted(ROOT.rglob("*")) if path.is_file()}
-
-
-def shared_memory() -> set[str]:
-    """What this user has in /dev/shm of ours."""
-    return {path.name for path in Path("/dev/shm").glob("*rayhicache*")}
 
 
 # ── a worker ────────────────────────────────────────────────────────────────────────────────
@@ -204,14 +199,13 @@ def test_a_pull_from_a_mute_owner_and_from_a_dead_one_is_recomputed(cluster: Clu
 
 def test_five_kills_in_a_row_leave_no_more_than_one_arena_a_seat(cluster: Cluster) -> None:
     cold = run_on("node1", prompt(140))
-    before, others = arenas(), shared_memory()
+    before = arenas()
     assert len(before) == len(SEATS)
     epoch = at(cluster, "node1").epoch
     for _ in range(5):
         clusters.kill(pid_of(pool("node1")))
     assert eventually(lambda: at(cluster, "node1").epoch == epoch + 5)
     assert arenas() == before
-    assert shared_memory() == others
     assert eventually(lambda: len(at(cluster, "node1").sessions) == 1)
     again = run_on("node1", prompt(140))
     assert again.report.restored_local_tokens == 6 * PAGE

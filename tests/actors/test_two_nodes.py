@@ -164,10 +164,10 @@ def test_a_name_that_no_cluster_has_is_told_with_those_that_there_are(cluster: C
 
 def test_without_further_traffic_leases_end_and_stores_are_committed(cluster: Cluster) -> None:
     """R15: nobody calls the engine again."""
-    before = at(cluster, "node0").used
+    before = at(cluster, "node0").stored
     clusters.finish(clusters.begin(clusters.worker("node0"), prompt(70)))
     clusters.finish(clusters.begin(clusters.worker("node0"), prompt(70)))
-    assert eventually(lambda: at(cluster, "node0").used == before + 6, within=1.0)
+    assert eventually(lambda: at(cluster, "node0").stored == before + 6, within=1.0)
     status = at(cluster, "node0")
     assert eventually(lambda: at(cluster, "node0").leased == 0, within=1.0)
     assert (status.filling, status.sealed) == (0, 0)
