@@ -31,6 +31,7 @@ from rayhicache.errors import (
 )
 from rayhicache.memory.folder import default_root
 from rayhicache.memory.janitor import list_arenas, remove_tier, sweep
+from rayhicache.memory.sizes import check_room, ray_monitor_threshold, read_host_memory
 from rayhicache.wire.codec import decode, encode
 
 log = logging.getLogger(__name__)
@@ -141,6 +142,7 @@ def launch(config: ClusterConfig | None = None) -> Cluster:
     local, address = None, config.address
     if address is None:
         _check_alone(config)
+        _check_host(config)
         local = LocalRay(config)
         address = local.address
     try:
@@ -234,6 +236,24 @@ def _check_alone(config: ClusterConfig) -> None:
         found="this process has joined one already",
         remedy='launch there with address="auto", or call `ray.shutdown()` first',
     )
+
+
+def _check_host(config: ClusterConfig) -> None:
+    """Refuse before a Ray is started what this machine can't hold, or holds already."""
+    root = arena_root(config.arena_root)
+    arenas = [info for info in list_arenas(root) if info.tier == config.name]
+    if any(info.held for info in arenas):
+        raise ClusterExists(
+            asked=f"launch cluster {config.name!r} on a Ray of its own",
+            found="a cluster of that name is up on this machine, on another Ray",
+            remedy="choose another name, or join that Ray by its address",
+        )
+    there = sum(info.nbytes for info in arenas)
+    new_bytes = config.local_nodes * config.arena_bytes - there
+    if new_bytes > 0:
+        # The folder itself may not be there yet; what it would lie on is.
+        place = next(folder for folder in (root, *root.parents) if folder.exists())
+        check_room(new_bytes, read_host_memory(place), monitor_threshold=ray_monitor_threshold())
 
 
 def _start(controller: Any, config: ClusterConfig) -> None:

@@ -233,11 +233,14 @@ class Controller:
         longest = min(worker.longest for worker in self._roster.registered.values())
         vocabulary = self._config.engine.vocab_size
         for number, prompt in enumerate(prompts):
-            if not prompt or min(prompt) < 0 or max(prompt) >= vocabulary or max_new_tokens < 1:
+            strange = [token for token in prompt if not 0 <= token < vocabulary]
+            if not prompt or strange:
                 raise InvalidRequest(
-                    asked=f"serve prompt {number} of a job, {max_new_tokens} new tokens",
-                    found=f"{len(prompt)} token ids; they must be in [0, {vocabulary:,})",
-                    remedy="pass at least one token of the model's vocabulary, and ask for one",
+                    asked=f"serve prompt {number} of a job",
+                    found=f"token ids {strange[:4]} outside the model's [0, {vocabulary:,})"
+                    if strange
+                    else "it is empty",
+                    remedy="pass at least one token, all of the model's vocabulary",
                 )
             if len(prompt) + max_new_tokens > longest:
                 raise PromptTooLong(

@@ -33,13 +33,29 @@ class GenerateJob:
     max_new_tokens: int = 32
 
     def __post_init__(self) -> None:
-        texts = [isinstance(prompt, str) for prompt in self.prompts]
-        if not texts or any(texts) != all(texts) or self.max_new_tokens < 1:
+        found = _wrong(self.prompts, self.max_new_tokens)
+        if found:
             raise InvalidRequest(
-                asked=f"make a job of {len(texts)} prompts, {self.max_new_tokens} new tokens",
-                found="prompts must be strings, or all token ids, and there must be some",
-                remedy="pass at least one prompt, all of one kind, and max_new_tokens >= 1",
+                asked="make a GenerateJob",
+                found=found,
+                remedy="pass a list of strings or a list of lists of token ids, at least one, and "
+                "max_new_tokens >= 1",
             )
+
+
+def _wrong(prompts: object, max_new_tokens: object) -> str:
+    """What is wrong with a job's arguments, which come from outside the type checker's reach."""
+    if not isinstance(prompts, (list, tuple)) or not prompts:
+        return f"prompts is {str(prompts)[:40]!r}, not a list with something in it"
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        return f"max_new_tokens is {max_new_tokens!r}"
+    if all(isinstance(prompt, str) for prompt in prompts):
+        return ""
+    for number, prompt in enumerate(prompts):
+        ids = isinstance(prompt, (list, tuple)) and all(isinstance(token, int) for token in prompt)
+        if not ids:
+            return f"prompt {number} of {len(prompts)} isn't like the first one, or no token ids"
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

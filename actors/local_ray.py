@@ -16,6 +16,7 @@ from ray.cluster_utils import Cluster as RayCluster
 from rayhicache.actors.naming import NAMESPACE, SEAT_LABEL
 from rayhicache.config import ClusterConfig
 from rayhicache.errors import LaunchFailed, RayNotFound
+from rayhicache.memory.process import start_time_of
 
 # A node that died is known after about a second instead of fourteen.
 HEALTH = {
@@ -27,6 +28,7 @@ HEALTH = {
 BOOK_MEMORY = 1 << 30
 CPUS = 4
 LISTEN_SECONDS = 3.0
+FOLDER = "rhc-"
 
 
 def join(address: str) -> None:
@@ -107,6 +109,18 @@ def _not_found(address: str, found: str) -> RayNotFound:
     )
 
 
+def sweep_folders() -> list[Path]:
+    """Remove the folders of local Rays whose process is gone; which ones."""
+    removed = []
+    for folder in Path("/tmp").glob(f"{FOLDER}*-*"):
+        pid = folder.name.removeprefix(FOLDER).partition("-")[0]
+        mine = folder.stat().st_uid == os.getuid()
+        if mine and pid.isdecimal() and start_time_of(int(pid)) is None:
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
+    return removed
+
+
 class LocalRay:
     """Several Ray nodes on this machine; they end with `stop` or with this process.
 
@@ -117,8 +131,9 @@ class LocalRay:
     """
 
     def __init__(self, config: ClusterConfig) -> None:
+        sweep_folders()
         # Socket paths are limited to 107 bytes.
-        self._folder = tempfile.mkdtemp(prefix="rhc-", dir="/tmp")
+        self._folder = tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-", dir="/tmp")
         self._cluster: Any = RayCluster()
         # Ray's advice about `ray start` and its addresses isn't for those who call `launch`.
         logger = logging.getLogger("ray")
