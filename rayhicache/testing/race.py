@@ -6,6 +6,7 @@ whatever the device's pages held before, here the state of another prompt.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from rayhicache.testing.cold import arena_owner, local_engine
 from rayhicache.testing.faults import HoldingDevice, ungated
 
 LATE_SECONDS = 30.0
+HOLD_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +28,7 @@ class RaceResult:
         pool: whose copies were late.
         tokens: of the answer.
         differing: tokens other than the cold run's when the pool's gate was taken away.
-        differing_gated: the same under the gate; 0 is what the product promises.
+        differing_gated: the same under the gate, the copies as late; 0 is what is promised.
     """
 
     pool: str
@@ -79,7 +81,12 @@ def show_race(
         for ticket in late:
             ticket.result(LATE_SECONDS)  # the pages are the next run's once the copies have passed
         answer(other)
+        engine.settle()
+        device.hold()
+        release = threading.Timer(HOLD_SECONDS, device.release)
+        release.start()  # the run waits for it, however long that takes
         gated = answer(prompt)
+        release.join()
     return RaceResult(
         pool=pool,
         tokens=len(cold),
