@@ -11,6 +11,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -29,19 +30,20 @@ if TYPE_CHECKING:
 
 WATCH_SECONDS = 2.0
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-COLUMNS = (
+ROWS = (
     "seat",
     "capacity",
-    "used",
+    "used slots",
     "filling",
     "leased",
     "sealed",
-    "hits",
-    "misses",
-    "evictions",
+    "pages hit",
+    "pages missed",
+    "pages evicted",
     "epoch",
     "sessions",
 )
+NAME_WIDTH, SEAT_WIDTH = 18, 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.run(arguments)
     except RayHiCacheError as fault:
         print(f"Asked: {fault.asked}.", file=sys.stderr)
-        print(f"Found: {fault.found}.", file=sys.stderr)
+        print(f"Found: {fault.found.rstrip('.')}.", file=sys.stderr)
         print(f"What to do: {fault.remedy}.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -135,6 +137,7 @@ def _up(arguments: argparse.Namespace) -> int:
         arena_root=arguments.arena_root,
         dashboard=True,
     )
+    print(f"Starting cluster {config.name!r} ...", file=sys.stderr, flush=True)
     cluster = launch(config)
     if arguments.address is not None:
         show(cluster.status())
@@ -157,7 +160,9 @@ def _stay(cluster: Cluster) -> None:
         signal.signal(number, lambda *_: ended.set())
     show(cluster.status())
     if cluster.dashboard is not None:
-        print(f"Ray's dashboard, which takes jobs too, is {cluster.dashboard}.")
+        print(f"Ray's dashboard, which takes jobs too: {cluster.dashboard}")
+    address = f"--address {cluster.address}"
+    print(f"Look at it with: rayhicache status {cluster.config.name} {address}")
     print(f"Ray's address is {cluster.address}. Ctrl-C ends the cluster and its Ray.", flush=True)
     while not ended.wait(WATCH_SECONDS) and is_running(cluster.config.name):
         pass
@@ -178,27 +183,37 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def show(status: ClusterStatus) -> None:
-    """Print a cluster's status: drawn where `rich` is installed, else as plain columns."""
-    rows = [_row(pool) for pool in status.pools]
-    if importlib.util.find_spec("rich") is not None:
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(*COLUMNS, title=f"cluster {status.name}", title_justify="left")
-        for row in rows:
-            table.add_row(*row)
-        # A file or a pipe has no width to fit.
-        Console(width=None if sys.stdout.isatty() else 160).print(table)
-    else:
-        print(f"cluster {status.name}")
-        widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
-        for row in (COLUMNS, *rows):
-            print("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip())
+    """Print a cluster's status, a column per seat, as many beside each other as fit."""
+    width = shutil.get_terminal_size((80, 24)).columns
+    beside = max((width - NAME_WIDTH) // SEAT_WIDTH, 1)
+    columns = [_column(pool) for pool in status.pools]
+    groups = [columns[at : at + beside] for at in range(0, len(columns), beside)]
+    for group in groups:
+        _show_seats(f"cluster {status.name}", list(zip(ROWS, *group, strict=True)))
     for line in _lines(status):
         print(line)
 
 
-def _row(pool: PoolStatus) -> tuple[str, ...]:
+def _show_seats(title: str, rows: list[tuple[str, ...]]) -> None:
+    """One table: drawn where `rich` is installed, else as plain columns."""
+    if importlib.util.find_spec("rich") is None:
+        print(title)
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            print("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip())
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for at, heading in enumerate(rows[0]):
+        table.add_column(heading, justify="right" if at else "left", overflow="fold")
+    for row in rows[1:]:
+        table.add_row(*row)
+    Console(width=shutil.get_terminal_size((80, 24)).columns).print(table)
+
+
+def _column(pool: PoolStatus) -> tuple[str, ...]:
     stopped = sum(session.stopped for session in pool.sessions)
     sessions = f"{len(pool.sessions)}, {stopped} stopped" if stopped else f"{len(pool.sessions)}"
     numbers = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -96,7 +97,7 @@ def test_a_fault_is_three_sentences_on_stderr(
 ) -> None:
     assert cli.main([command, "--address", nowhere]) == 1
     printed = capsys.readouterr()
-    asked, found, remedy = printed.err.splitlines()
+    asked, found, remedy = printed.err.splitlines()[-3:]
     assert nowhere in asked
     assert "refused" in found
     assert "ray start --head" in remedy
@@ -147,24 +148,37 @@ def test_status_shows_each_pool_and_what_a_token_takes(
     cli.show(status(stopped=True))
     said = capsys.readouterr().out
     assert ("┃" in said) is drawn
-    row = next(line for line in said.splitlines() if "1,200" in line)
-    cells = [cell for cell in re.split(r"\s{2,}|\s*│\s*", row) if cell]
-    assert cells == [
-        "node0",
-        "256 MiB",
-        "1,200 of 1,556",
-        "3",
-        "4",
-        "5",
-        "60,000",
-        "700",
-        "80",
-        "2",
-        "2, 1 stopped",
-    ]
+    rows = [re.split(r"\s*[│┃]\s*|\s{2,}", line.strip("│┃ ")) for line in said.splitlines()]
+    cells = {row[0]: row[1] for row in rows if len(row) == 2}
+    assert cells == {
+        "seat": "node0",
+        "capacity": "256 MiB",
+        "used slots": "1,200 of 1,556",
+        "filling": "3",
+        "leased": "4",
+        "sealed": "5",
+        "pages hit": "60,000",
+        "pages missed": "700",
+        "pages evicted": "80",
+        "epoch": "2",
+        "sessions": "2, 1 stopped",
+    }
     assert "Seat node1: its pool doesn't answer." in said
     assert "process 12 (worker/1) is stopped and keeps its leases." in said
     assert "A token takes 2,688 B; 99,584 tokens fit" in said
+
+
+@pytest.mark.parametrize("seats", [1, 3, 7])
+def test_status_is_whole_in_a_narrow_terminal(
+    seats: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    one = status()
+    many = [dataclasses.replace(one.pools[0], seat=f"node{at}") for at in range(seats)]
+    cli.show(dataclasses.replace(one, pools=tuple(many)))
+    said = capsys.readouterr().out
+    assert said.count("1,200 of 1,556") == seats
+    assert all(f"node{at}" in said for at in range(seats))
 
 
 class Foreground:
