@@ -41,9 +41,9 @@ format: $(STAMP) ## Format the code and mend what the linter can
 demo: $(STAMP) ## Two nodes on this machine, a real model, cold against restored (ARGS=--show-race)
 	$(BIN)/python examples/quickstart.py $(ARGS)
 
-bench: $(STAMP) ## Run the benchmarks, or one of them: ARGS=benchmarks/hashing.py
-	@for file in $(or $(ARGS),$(wildcard benchmarks/[a-z]*.py)); do \
-		echo "# $$file" >&2; $(BIN)/python -m "benchmarks.$$(basename $$file .py)" || exit 1; done
+bench: $(STAMP) ## Run the benchmarks that need no GPU, or those named: ARGS="copy beside"
+	@for name in $(or $(ARGS),hashing ray_calls); do \
+		echo "# $$name" >&2; $(BIN)/python -m "benchmarks.$$name" || exit 1; done
 
 clean: ## Remove what was built, the environment included
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

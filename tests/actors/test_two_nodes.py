@@ -115,9 +115,9 @@ def test_the_queue_is_bounded(cluster: Cluster) -> None:
     ("prompts", "new_tokens", "kind", "found"),
     [
         ([[1] * 760], 10, PromptTooLong, "takes 768 tokens"),
-        ([[]], 1, InvalidRequest, "0 token ids"),
-        ([[1, ENGINE.vocab_size]], 1, InvalidRequest, "in .0, 512"),
-        ([[-1]], 1, InvalidRequest, "in .0, 512"),
+        ([[]], 1, InvalidRequest, "it is empty"),
+        ([[1, ENGINE.vocab_size]], 1, InvalidRequest, "outside the model's .0, 512"),
+        ([[-1]], 1, InvalidRequest, "outside the model's .0, 512"),
     ],
 )
 def test_a_prompt_that_can_not_be_served_is_refused_and_nothing_is_queued(
