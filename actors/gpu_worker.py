@@ -118,7 +118,7 @@ class GpuWorker:
             self._engine.close(self._settings.copy_seconds)
 
     def _started(self) -> TransformersEngine:
-        from rayhicache.device.copier import CopyLimits
+        from rayhicache.device.limits import CopyLimits
         from rayhicache.engines.transformers_engine import TransformersEngine
 
         settings = self._settings

@@ -25,7 +25,8 @@ from rayhicache.core.layout import RecordLayout
 from rayhicache.core.outcomes import Fill
 from rayhicache.core.plan import TransferPlan, plan_pages
 from rayhicache.core.slots import SlotRef, slots_of
-from rayhicache.device.copier import Copier, CopyLimits, LoadRequest, StoreRequest
+from rayhicache.device.copier import Copier, LoadRequest, StoreRequest
+from rayhicache.device.limits import CopyLimits
 from rayhicache.device.space import HostRegion, TransferSpace
 from rayhicache.device.ticket import Outcome, Ticket
 from rayhicache.errors import (

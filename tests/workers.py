@@ -16,9 +16,9 @@ from rayhicache.core.keys import PageKey
 from rayhicache.core.layout import IndexFormat, RecordLayout
 from rayhicache.core.outcomes import Reserved
 from rayhicache.core.slots import SlotRef
-from rayhicache.device.copier import CopyLimits
 from rayhicache.device.cpu import CpuDevice
 from rayhicache.device.gate import Gate
+from rayhicache.device.limits import CopyLimits
 from rayhicache.device.protocols import Direction, Landing, Stream
 from rayhicache.device.staging import StagedPlan
 from rayhicache.errors import RayHiCacheError

@@ -8,17 +8,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from rayhicache.core.plan import TransferPlan, merge_plans
+from rayhicache.device.limits import CopyLimits
 from rayhicache.device.protocols import Device, Direction, Event
 from rayhicache.device.space import TransferSpace
 from rayhicache.device.staging import StagedPlan, Staging
 from rayhicache.device.ticket import Ticket, TicketState
 from rayhicache.errors import InvalidPlan, QueueFull, TierClosed
-
-if TYPE_CHECKING:
-    from rayhicache.device.copier import CopyLimits
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from rayhicache.client import TierClient
 from rayhicache.config import EngineSpec
-from rayhicache.device.copier import CopyLimits
 from rayhicache.device.cpu import CpuDevice
+from rayhicache.device.limits import CopyLimits
 from rayhicache.device.protocols import Device
 from rayhicache.device.ticket import Ticket
 from rayhicache.engines.models import build_model, identity_of

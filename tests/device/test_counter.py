@@ -19,9 +19,9 @@ from device.worlds import (
     outcome_of,
     read,
 )
-from rayhicache.device.copier import CopyLimits
 from rayhicache.device.counter import LayerTransferCounter
 from rayhicache.device.cpu import CpuDevice
+from rayhicache.device.limits import CopyLimits
 from rayhicache.device.protocols import Direction, Event, Landing, Stream
 from rayhicache.device.staging import StagedPlan
 from rayhicache.device.ticket import Ticket, TicketState

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from device.worlds import PER_PAGE, SECONDS, Make, World, index, mla, nsa, step_until
 from rayhicache.core.plan import PoolTransfer, TransferPlan
-from rayhicache.device.copier import CopyLimits, LoadRequest
+from rayhicache.device.copier import LoadRequest
 from rayhicache.device.cpu import CpuDevice
+from rayhicache.device.limits import CopyLimits
 from rayhicache.device.protocols import Direction, Landing, Stream
 from rayhicache.device.staging import IndexRing, RingEntry, StagedPlan, Staging
 from rayhicache.errors import GateTimeout, InvalidPlan

@@ -19,8 +19,9 @@ from device.worlds import (
     outcome_of,
 )
 from rayhicache.core.plan import TransferPlan
-from rayhicache.device.copier import CopyLimits, StoreRequest
+from rayhicache.device.copier import StoreRequest
 from rayhicache.device.cpu import CpuDevice
+from rayhicache.device.limits import CopyLimits
 from rayhicache.device.protocols import Direction
 from rayhicache.device.ticket import Outcome, Ticket, TicketState
 from rayhicache.errors import InvalidPlan, LoadFailed, TierClosed

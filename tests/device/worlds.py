@@ -12,10 +12,11 @@ import torch
 from rayhicache.core.layout import IndexFormat
 from rayhicache.core.plan import TransferPlan, plan_pages
 from rayhicache.core.slots import divide_regions
-from rayhicache.device.copier import Copier, CopyLimits, LoadRequest, StoreRequest
+from rayhicache.device.copier import Copier, LoadRequest, StoreRequest
 from rayhicache.device.cpu import CpuDevice
 from rayhicache.device.cpu_stream import CpuStream
 from rayhicache.device.gate import Gate
+from rayhicache.device.limits import CopyLimits
 from rayhicache.device.protocols import Device, Direction, Event, Stream
 from rayhicache.device.space import HostRegion, TransferSpace
 from rayhicache.device.ticket import Outcome, Ticket

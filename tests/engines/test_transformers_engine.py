@@ -7,8 +7,8 @@ import pytest
 
 from owners import local_owner, mortal_owner
 from rayhicache.config import EngineSpec
-from rayhicache.device.copier import CopyLimits
 from rayhicache.device.cpu import CpuDevice
+from rayhicache.device.limits import CopyLimits
 from rayhicache.device.protocols import Direction
 from rayhicache.errors import (
     InvalidConfig,

@@ -10,10 +10,11 @@ import torch
 from rayhicache.core.layout import IndexFormat
 from rayhicache.core.plan import plan_pages
 from rayhicache.core.slots import divide_regions
-from rayhicache.device.copier import Copier, CopyLimits, LoadRequest, StoreRequest
+from rayhicache.device.copier import Copier, LoadRequest, StoreRequest
 from rayhicache.device.cuda.device import CudaDevice
 from rayhicache.device.cuda.movers import Mover
 from rayhicache.device.gate import Gate
+from rayhicache.device.limits import CopyLimits
 from rayhicache.device.space import HostRegion, TransferSpace
 from rayhicache.device.ticket import Ticket
 from rayhicache.pools.attention import MLAPool
