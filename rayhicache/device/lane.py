@@ -212,8 +212,8 @@ class Lane:
         try:
             if not flight.finish.synchronize(self._limits.copy_seconds):
                 cause = f"its copies weren't done after {self._limits.copy_seconds} s"
-                ticket.counter.fail(cause, flight.finish)
                 ticket.seal(cause)
+                ticket.counter.fail(cause, flight.finish)
                 flight.finish.synchronize(None)
         except RuntimeError as fault:
             ticket.counter.revoke(str(fault))

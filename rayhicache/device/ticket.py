@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 from rayhicache.core.plan import Indices
 from rayhicache.device.counter import LayerTransferCounter
 from rayhicache.device.protocols import Direction
+
+log = logging.getLogger(__name__)
 
 
 class TicketState(Enum):
@@ -106,7 +110,8 @@ class Ticket:
     def on_close(self, callback: Callable[[Outcome], None]) -> None:
         """Called once, on the copier's thread, when no copy can land any more. Before it starts.
 
-        The ticket is closed for `result` only after its callbacks have returned.
+        The ticket is closed for `result` only after its callbacks have returned. One that raises
+        is logged and kept in `fault`.
         """
         self._on_close.append(callback)
 
@@ -119,7 +124,7 @@ class Ticket:
             self._cause = cause
             self._late = True
         for callback in self._on_seal:
-            callback()
+            self._tell(callback)
 
     def close(self, cause: str = "") -> None:
         """The copier has seen the last copy pass; failed if there was a cause."""
@@ -127,10 +132,20 @@ class Ticket:
         self._cause = self._cause or cause
         outcome = Outcome(done=not self._cause, cause=self._cause, late=self._late)
         for callback in self._on_close:
-            callback(outcome)
+            self._tell(partial(callback, outcome))
         with self._changed:
             self._state = TicketState.DONE if outcome.done else TicketState.FAILED
             self._changed.notify_all()
+
+    def _tell(self, callback: Callable[[], None]) -> None:
+        """A callback that fails is told in the log and in `fault`: the lane and its other tickets
+        go on.
+        """
+        try:
+            callback()
+        except BaseException as fault:
+            self.fault = fault
+            log.error("a callback of ticket %d failed", self.id, exc_info=fault)
 
     def _closed(self) -> bool:
         return self._state in (TicketState.DONE, TicketState.FAILED)

@@ -268,3 +268,19 @@ def test_close_cancels_what_has_not_started() -> None:
     assert outcome_of(first).done
     assert outcome_of(second).cause == "cancelled"
     world.close()
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_callback_that_fails_takes_no_lane_with_it(direction: Direction) -> None:
+    world = World(mla)
+    blocks = world.take(4)
+    begin = world.load if direction is Direction.LOAD else world.store
+
+    def broken(outcome: Outcome) -> None:
+        raise KeyError("a bug of the caller")
+
+    ticket = begin(blocks, [0], prepare=lambda made: made.on_close(broken))
+    assert ticket.result(SECONDS) == Outcome(done=True, cause="", late=False)
+    assert isinstance(ticket.fault, KeyError)
+    assert begin(blocks, [0]).result(SECONDS) == Outcome(done=True, cause="", late=False)
+    world.close()
