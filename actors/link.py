@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from rayhicache.actors.calls import ActorGone, ActorSlow, LateAnswers, answer, start
+from rayhicache.actors.calls import ActorFault, ActorGone, ActorSlow, LateAnswers, answer, start
 from rayhicache.actors.naming import NAMESPACE, pool_name
 from rayhicache.core.hits import Hit
 from rayhicache.core.keys import PageKey
@@ -287,7 +287,7 @@ class RayPort:
         try:
             ref = start(self._pool, method, *args, what=what, group=group)
             return answer(ref, what, timeout or self._call_seconds)
-        except (ActorGone, TierClosed) as fault:
+        except (ActorGone, ActorFault, TierClosed) as fault:
             if undo is not None and isinstance(fault, ActorSlow):
                 self._late.add(ref, undo)
             raise PoolUnreachable(
