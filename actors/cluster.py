@@ -14,12 +14,13 @@ from ray.exceptions import ActorAlreadyExistsError
 
 from rayhicache.actors.calls import ActorFault, ActorGone, ask
 from rayhicache.actors.controller import Controller
+from rayhicache.actors.devices import check_local_gpus, worker_gpus
 from rayhicache.actors.job import GenerateJob, Job
 from rayhicache.actors.local_ray import LocalRay, join
 from rayhicache.actors.messages import Submission
 from rayhicache.actors.naming import NAMESPACE, controller_name
 from rayhicache.actors.remote import CONTROLLER_GROUPS, Placement, create
-from rayhicache.actors.roster import end_actors
+from rayhicache.actors.roster import books_of, end_actors, seats_of_nodes
 from rayhicache.actors.status import ClusterStatus
 from rayhicache.config import ClusterConfig
 from rayhicache.errors import (
@@ -136,6 +137,7 @@ def launch(config: ClusterConfig | None = None) -> Cluster:
     Raises:
         RayNotFound: no Ray at the address.
         ClusterExists: a cluster of that name runs there.
+        DeviceNotFound: the device is cuda, and a node has too few GPUs; nothing was started.
         ArenaTooLarge, SeatTaken, ArenaError, LayoutMismatch, LaunchFailed: a part can't come up.
     """
     config = config or ClusterConfig()
@@ -143,11 +145,13 @@ def launch(config: ClusterConfig | None = None) -> Cluster:
     if address is None:
         _check_alone(config)
         _check_host(config)
+        check_local_gpus(config)
         local = LocalRay(config)
         address = local.address
     try:
         join(address)
         sweep(arena_root(config.arena_root), is_running=is_running)
+        worker_gpus(config, books_of(seats_of_nodes()))
         controller = _claim(config)
         try:
             _start(controller, config)

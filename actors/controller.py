@@ -168,6 +168,7 @@ class Controller:
                 WorkerStatus(
                     name=name,
                     seat=ready.seat,
+                    device=ready.device,
                     available=name not in self._away,
                     queued_tokens=self._book.queued_tokens(name),
                 )

@@ -41,6 +41,7 @@ class GpuWorker:
     def __init__(self, settings: bytes) -> None:
         self._settings = decode(settings, WorkerSettings)
         self._engine: TransformersEngine | None = None
+        self._device_name = ""
         self._cancelled: set[tuple[str, int, int]] = set()
         name_process(tier=self._settings.cluster, node=self._settings.seat, epoch=0)
         import torch
@@ -56,7 +57,8 @@ class GpuWorker:
         """The worker's registration, a `WorkerReady`, once its engine is up.
 
         Raises:
-            NoLocalPool, LayoutMismatch, UnknownModel, PoolUnreachable: why it isn't.
+            NoLocalPool, LayoutMismatch, UnknownModel, PoolUnreachable, DeviceNotFound,
+                InvalidConfig: why it isn't.
         """
         if self._engine is None:
             self._engine = self._started()
@@ -68,6 +70,7 @@ class GpuWorker:
             pid=os.getpid(),
             seed=self._engine.client.seed(),
             longest=min(engine.max_positions, engine.num_blocks * settings.page_tokens),
+            device=self._device_name,
         )
         return encode(ready)
 
@@ -119,6 +122,7 @@ class GpuWorker:
 
     def _started(self) -> TransformersEngine:
         from rayhicache.device.limits import CopyLimits
+        from rayhicache.device.opening import describe
         from rayhicache.engines.transformers_engine import TransformersEngine
 
         settings = self._settings
@@ -130,6 +134,7 @@ class GpuWorker:
             pull_seconds=settings.pull_seconds,
         )
         device = self._device()
+        self._device_name = describe(device)
         try:
             return TransformersEngine(
                 settings.engine,
@@ -146,9 +151,15 @@ class GpuWorker:
 
     def _device(self) -> Device:
         """Where the engine's pools are; the engine closes it."""
-        from rayhicache.device.cpu import CpuDevice
+        from rayhicache.device.opening import open_device
 
-        return CpuDevice(wait_seconds=self._settings.wait_seconds)
+        settings = self._settings
+        return open_device(
+            settings.device,
+            has_gpu=bool(ray.get_runtime_context().get_accelerator_ids().get("GPU")),
+            copy_table=settings.copy_table,
+            wait_seconds=settings.wait_seconds,
+        )
 
     def _running(self) -> TransformersEngine:
         if self._engine is None:

@@ -13,8 +13,10 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster as RayCluster
 
+from rayhicache.actors.devices import local_gpus
 from rayhicache.actors.naming import NAMESPACE, SEAT_LABEL
 from rayhicache.config import ClusterConfig
+from rayhicache.device.gpus import VISIBLE
 from rayhicache.errors import LaunchFailed, RayNotFound
 from rayhicache.memory.process import start_time_of
 
@@ -161,8 +163,17 @@ class LocalRay:
             "object_store_memory": config.object_store_bytes,
             "include_dashboard": False,
         }
-        for number in range(config.local_nodes):
-            options = {**common, "labels": {SEAT_LABEL: f"node{number}"}}
+        gpus: list[tuple[str, ...]] = [()] * config.local_nodes
+        if config.device != "cpu":
+            gpus = local_gpus(config.local_nodes)
+        for number, mine in enumerate(gpus):
+            options = {
+                **common,
+                "labels": {SEAT_LABEL: f"node{number}"},
+                "num_gpus": len(mine),
+            }
+            if mine:
+                options["env_vars"] = {VISIBLE: ",".join(mine)}
             if number == 0:
                 options |= {
                     "temp_dir": self._folder,

@@ -31,6 +31,7 @@ class WorkerReady:
     Attributes:
         seed: parent of the first page's key of every prompt, for the router.
         longest: prompt and answer, in tokens, that it can serve.
+        device: where its pools are, for people: `cpu`, or `cuda` and the GPU's name.
     """
 
     name: str
@@ -38,6 +39,7 @@ class WorkerReady:
     pid: int
     seed: PageKey
     longest: int
+    device: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,12 +26,14 @@ class Placement:
         node: Ray's id of the node that it is bound to; an actor bound to a node that is gone
             fails at once instead of moving.
         memory: bytes that count against the node's memory in Ray's books.
+        gpus: of the node's GPUs in Ray's books. Ray shows the actor the one that it was given.
     """
 
     threads: int
     groups: Mapping[str, int] = field(default_factory=dict)
     node: str | None = None
     memory: int = 0
+    gpus: float = 0.0
 
 
 POOL_GROUPS = {"pull": 8, "peer": 8, "control": 2}
@@ -57,6 +59,8 @@ def create(kind: type, name: str, placement: Placement, *args: object) -> Any:
     }
     if placement.memory:
         options["memory"] = placement.memory
+    if placement.gpus:
+        options["num_gpus"] = placement.gpus
     if placement.node is not None:
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
             node_id=placement.node, soft=False

@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import ActorAlreadyExistsError
 
 from rayhicache.actors.calls import ActorGone, ActorSlow, answer, ask, start
+from rayhicache.actors.devices import worker_gpus
 from rayhicache.actors.directory import Directory
 from rayhicache.actors.gpu_worker import GpuWorker
 from rayhicache.actors.l2_pool import L2Pool
@@ -61,6 +62,12 @@ def live_nodes() -> list[dict[str, Any]]:
     """Ray's nodes that are alive, as it describes them."""
     known: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # ray's own gap
     return [node for node in known if node["Alive"]]
+
+
+def books_of(seats: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    """Per seat, all resources of its node as Ray counts them; nodes that are gone have none."""
+    nodes = {node["NodeID"]: node["Resources"] for node in live_nodes()}
+    return {seat: nodes.get(node, {}) for seat, node in seats.items()}
 
 
 def end_actors(cluster: str, call_seconds: float) -> None:
@@ -123,10 +130,11 @@ class Roster:
                 `stop`.
         """
         config = self.config
+        seats = seats_of_nodes()
+        gpus = worker_gpus(config, books_of(seats))
         self.directory = self._found_or_made(
             Directory, directory_name(config.name), Placement(threads=4)
         )
-        seats = seats_of_nodes()
         self._check_memory(seats)
         for seat, node in seats.items():
             self.pools[seat] = self._found_or_made(
@@ -144,7 +152,7 @@ class Roster:
                 self.workers[name] = self._found_or_made(
                     GpuWorker,
                     name,
-                    Placement(threads=1, groups=WORKER_GROUPS, node=node),
+                    Placement(threads=1, groups=WORKER_GROUPS, node=node, gpus=gpus[seat]),
                     encode(worker_settings(config, seat, node, name)),
                 )
         for name in self.workers:
@@ -225,8 +233,8 @@ class Roster:
             raise LaunchFailed(
                 asked=fault.asked,
                 found=fault.found,
-                remedy="see the actor's log; a node may have too little memory in Ray's books, "
-                "or the project isn't installed there",
+                remedy="see the actor's log; a node may have too little memory or no free GPU in "
+                "Ray's books (the device cpu needs none), or the project isn't installed there",
             ) from fault
 
 

@@ -33,6 +33,8 @@ class WorkerSettings:
     name: str
     page_tokens: int
     engine: EngineSpec
+    device: str
+    copy_table: str
     call_seconds: float
     pull_seconds: float
     wait_seconds: float
@@ -66,6 +68,8 @@ def worker_settings(config: ClusterConfig, seat: str, node: str, name: str) -> W
         name=name,
         page_tokens=config.page_tokens,
         engine=config.engine,
+        device=config.device,
+        copy_table=config.copy_table,
         call_seconds=limits.call_seconds,
         pull_seconds=limits.pull_seconds,
         wait_seconds=limits.wait_seconds,

@@ -51,10 +51,16 @@ class PoolStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """One worker. `queued_tokens` are of prompts that wait for it or run on it."""
+    """One worker.
+
+    Attributes:
+        device: where its pools are: `cpu`, or `cuda` and the GPU's name.
+        queued_tokens: of prompts that wait for it or run on it.
+    """
 
     name: str
     seat: str
+    device: str
     available: bool
     queued_tokens: int
 

@@ -1,4 +1,4 @@
-"""The command line: `rayhicache up | status | down`.
+"""The command line: `rayhicache up | status | down | bench`.
 
 Each command prints what it did and returns 0. A fault of the tier is told in three sentences on
 stderr and returns 1; a command that can't be understood returns 2.
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rayhicache.config import MODELS, ClusterConfig, EngineSpec
+from rayhicache.config import DEVICES, MODELS, ClusterConfig, EngineSpec
 from rayhicache.errors import ClusterNotFound, RayHiCacheError, RayNotFound
 from rayhicache.memory.folder import default_root
 from rayhicache.memory.janitor import list_arenas, remove_tier
@@ -90,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     up.add_argument("--model", choices=MODELS, default=defaults.engine.model)
     up.add_argument("--workers-per-node", type=int, default=1, metavar="N")
+    _devices(up, defaults)
     up.add_argument("--page-tokens", type=int, default=defaults.page_tokens, metavar="N")
     up.add_argument("--arena-root", default="", metavar="FOLDER", help="where the arenas lie")
     up.set_defaults(run=_up)
@@ -106,6 +107,30 @@ def _parser() -> argparse.ArgumentParser:
     down.add_argument("--arena-root", default="", metavar="FOLDER", help="where the arenas lie")
     down.set_defaults(run=_down)
     return parser
+
+
+def _devices(up: argparse.ArgumentParser, defaults: ClusterConfig) -> None:
+    up.add_argument(
+        "--device",
+        choices=DEVICES,
+        default=defaults.device,
+        help="where workers keep their pools: auto (the default) takes a GPU on nodes that have "
+        "enough of them in Ray's books, and the host elsewhere",
+    )
+    up.add_argument(
+        "--gpus-per-worker",
+        type=float,
+        default=defaults.gpus_per_worker,
+        metavar="PART",
+        help="of one GPU, reserved with Ray for a worker: 0.5 lets two share a GPU (default 1)",
+    )
+    up.add_argument(
+        "--copy-table",
+        default=defaults.copy_table,
+        metavar="FILE",
+        help="what `rayhicache bench` wrote, at this path on every node; without it the table "
+        "that is known for the GPU is taken",
+    )
 
 
 def _name(command: argparse.ArgumentParser) -> None:
@@ -134,6 +159,9 @@ def _up(arguments: argparse.Namespace) -> int:
         page_tokens=arguments.page_tokens,
         engine=EngineSpec(model=arguments.model),
         workers_per_node=arguments.workers_per_node,
+        device=arguments.device,
+        gpus_per_worker=arguments.gpus_per_worker,
+        copy_table=arguments.copy_table,
         arena_root=arguments.arena_root,
         dashboard=True,
     )
@@ -251,6 +279,11 @@ def _lines(status: ClusterStatus) -> list[str]:
             f"A token takes {sized[0].token_bytes:,.0f} B; {tokens:,} tokens fit, "
             f"in records of {sized[0].page_tokens} tokens."
         )
+    lines += [
+        f"Worker {worker.name} is on {worker.device}"
+        f"{'.' if worker.available else ', and away: it gets no prompts until it is back.'}"
+        for worker in status.workers
+    ]
     available = sum(worker.available for worker in status.workers)
     lines.append(
         f"{available} of {len(status.workers)} workers take work; {status.running} prompts run, "

@@ -14,6 +14,9 @@ MODELS = ("glm-dsa-tiny", "glm-dsa-small", "llama-tiny")
 DTYPES = ("float32", "bfloat16")
 """Dtypes of weights and of cached state."""
 
+DEVICES = ("auto", "cpu", "cuda")
+"""Where workers keep their pools; `auto` is cuda where Ray has a GPU for the worker."""
+
 TOKENIZER_VOCAB = 129_280
 """Entries of the packaged tokenizer; a smaller vocabulary works on token ids alone."""
 
@@ -128,6 +131,12 @@ class ClusterConfig:
         page_tokens: tokens a page.
         engine: what the workers run.
         workers_per_node: workers on each node.
+        device: one of `DEVICES`, for every worker. `auto` takes a GPU on nodes that have enough
+            of them in Ray's books, and the host elsewhere; `cuda` is refused where one is missing.
+        gpus_per_worker: the part of one GPU that Ray reserves for a worker on cuda, 0.01 to 1:
+            with 0.5 two workers share a GPU. Ray counts it and doesn't limit the memory.
+        copy_table: on every node, the path of a file of `rayhicache bench` that says which way
+            of copying serves which fragment size; empty takes the one that is known for the GPU.
         arena_root: folder of the arenas on every node, empty for `/dev/shm/rayhicache-<uid>`.
         object_store_bytes: of each local node; the tier's bytes are not in it.
         dashboard: whether a local start has Ray's dashboard, which also takes submitted jobs.
@@ -144,6 +153,9 @@ class ClusterConfig:
     page_tokens: int = 64
     engine: EngineSpec = field(default_factory=EngineSpec)
     workers_per_node: int = 1
+    device: str = "auto"
+    gpus_per_worker: float = 1.0
+    copy_table: str = ""
     arena_root: str = ""
     object_store_bytes: int = 128 * MIB
     dashboard: bool = False
@@ -162,6 +174,14 @@ class ClusterConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise _invalid(f"{name} = {value!r}", f"choose an integer in [{low:,}, {high:,}]")
+        if self.device not in DEVICES:
+            raise _invalid(f"device = {self.device!r}", f"name one of {', '.join(DEVICES)}")
+        part = self.gpus_per_worker
+        if isinstance(part, bool) or not isinstance(part, (int, float)) or not 0.01 <= part <= 1:
+            raise _invalid(
+                f"gpus_per_worker = {part!r}",
+                "choose a part of one GPU, 0.01 to 1; a worker uses one GPU at most",
+            )
 
 
 def _invalid(found: str, remedy: str) -> InvalidConfig:

@@ -58,7 +58,15 @@ def status(*, stopped: bool = False) -> ClusterStatus:
             ),
         ),
         unreachable=("node1",),
-        workers=(WorkerStatus(name="worker/0", seat="node0", available=True, queued_tokens=0),),
+        workers=(
+            WorkerStatus(
+                name="worker/0",
+                seat="node0",
+                device="cuda, NVIDIA H200",
+                available=True,
+                queued_tokens=0,
+            ),
+        ),
         queued=2,
         running=1,
     )
@@ -166,6 +174,7 @@ def test_status_shows_each_pool_and_what_a_token_takes(
     assert "Seat node1: its pool doesn't answer." in said
     assert "process 12 (worker/1) is stopped and keeps its leases." in said
     assert "A token takes 2,688 B; 99,584 tokens fit" in said
+    assert "Worker worker/0 is on cuda, NVIDIA H200." in said
 
 
 @pytest.mark.parametrize("seats", [1, 3, 7])
