@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import os
 import re
 import shutil
 import signal
@@ -20,7 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rayhicache.config import DEVICES, MODELS, ClusterConfig, EngineSpec
-from rayhicache.errors import ClusterNotFound, RayHiCacheError, RayNotFound
+from rayhicache.device.gpus import visible_gpus
+from rayhicache.errors import (
+    ClusterNotFound,
+    DeviceNotFound,
+    InvalidConfig,
+    RayHiCacheError,
+    RayNotFound,
+)
 from rayhicache.memory.folder import default_root
 from rayhicache.memory.janitor import list_arenas, remove_tier
 
@@ -69,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rayhicache", description="A key-value cache tier on a Ray cluster."
     )
-    commands = parser.add_subparsers(required=True, metavar="up | status | down")
+    commands = parser.add_subparsers(required=True, metavar="up | status | down | bench")
 
     up = commands.add_parser("up", help="bring a cluster up")
     _name(up)
@@ -106,6 +114,19 @@ def _parser() -> argparse.ArgumentParser:
     down.add_argument("--address", default="auto", help="of its Ray (default: this machine's)")
     down.add_argument("--arena-root", default="", metavar="FOLDER", help="where the arenas lie")
     down.set_defaults(run=_down)
+
+    bench = commands.add_parser(
+        "bench", help="measure which way of copying serves which fragment size on this GPU"
+    )
+    bench.add_argument(
+        "--out",
+        type=Path,
+        default=Path("copy-table.json"),
+        metavar="FILE",
+        help="where the table is written, for `up --copy-table` (default: copy-table.json here)",
+    )
+    bench.add_argument("--gpu", type=int, default=0, metavar="N", help="which GPU (default 0)")
+    bench.set_defaults(run=_bench)
     return parser
 
 
@@ -322,6 +343,48 @@ def _down(arguments: argparse.Namespace) -> int:
     for path in held:
         print(f"Kept {path}: a live pool holds it; name its Ray with --address.", file=sys.stderr)
     return 1 if held else 0
+
+
+# ── bench ───────────────────────────────────────────────────────────────────────────────────
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    gpus = visible_gpus()
+    if not 0 <= arguments.gpu < len(gpus):
+        raise DeviceNotFound(
+            asked=f"measure the ways to copy on GPU {arguments.gpu}",
+            found=f"this process sees {len(gpus)} NVIDIA GPUs",
+            remedy="run it on a machine with an NVIDIA GPU and driver; the cpu device needs no "
+            "table",
+        )
+    _check_writable(arguments.out)
+    from rayhicache.device.cuda.copy_table import table_text
+    from rayhicache.device.cuda.measuring import Bench
+    from rayhicache.device.cuda.opening import name_of
+    from rayhicache.device.cuda.tuning import lines_of
+
+    gpu = name_of(arguments.gpu)
+    print(f"Measuring on {gpu}, about a minute ...", file=sys.stderr, flush=True)
+    bench = Bench(arguments.gpu)
+    try:
+        points, choice = bench.run()
+    finally:
+        bench.close()
+    print("\n".join(lines_of(points)))
+    arguments.out.write_text(table_text(gpu, choice), encoding="utf-8")
+    print(f"Wrote {arguments.out}. Use it with: rayhicache up --copy-table {arguments.out}")
+    return 0
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse before a minute is spent what could not be written afterwards."""
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise InvalidConfig(
+            asked=f"write the table of copies to {path}",
+            found="it is a folder" if path.is_dir() else f"{folder} can't be written to",
+            remedy="name a file in a folder of yours with --out",
+        )
 
 
 if __name__ == "__main__":

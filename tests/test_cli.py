@@ -119,6 +119,27 @@ def test_a_value_out_of_range_is_told_before_anything_starts(
     assert "arena_bytes = 5" in capsys.readouterr().err
 
 
+def test_bench_without_a_gpu_is_a_fault_like_others_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "visible_gpus", tuple)
+    assert cli.main(["bench", "--out", str(tmp_path / "table.json")]) == 1
+    asked, found, remedy = capsys.readouterr().err.splitlines()
+    assert "measure the ways to copy" in asked
+    assert "sees 0 NVIDIA GPUs" in found
+    assert "NVIDIA GPU and driver" in remedy
+    assert not list(tmp_path.iterdir())
+
+
+def test_bench_refuses_a_place_it_could_not_write_to_before_it_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "visible_gpus", lambda: ("0",))
+    for out in (tmp_path, tmp_path / "missing" / "table.json"):
+        assert cli.main(["bench", "--out", str(out)]) == 1
+        assert "--out" in capsys.readouterr().err
+
+
 def test_down_removes_what_a_dead_tier_left_also_without_any_ray(
     tmp_path: Path, nowhere: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
