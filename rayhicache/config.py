@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from rayhicache.errors import InvalidConfig, UnknownModel
 
 MIB = 1 << 20
-MODELS = ("glm-dsa-tiny", "glm-dsa-small", "llama-tiny")
+MODELS = ("glm-dsa-tiny", "glm-dsa-small", "llama-tiny", "llama-3b")
 """Models that are made on the spot, with random weights; see `rayhicache.engines.models`."""
 
 DTYPES = ("float32", "bfloat16")

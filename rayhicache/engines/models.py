@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
     LlamaConfig,
@@ -19,7 +20,12 @@ from transformers import (
 )
 
 from rayhicache.config import MODELS, EngineSpec
+from rayhicache.engines.attention import GROUPED
 from rayhicache.requests import ModelIdentity
+
+HOST = torch.device("cpu")
+MADE_ON_DEVICE = frozenset({"llama-3b"})
+"""Models too large to be made on the host in time."""
 
 _NO_SPECIAL_TOKENS: dict[str, Any] = {
     "pad_token_id": None,
@@ -33,34 +39,52 @@ def config_of(spec: EngineSpec) -> PretrainedConfig:
     return _BUILDERS[spec.model][0](spec)
 
 
-def build_model(spec: EngineSpec) -> PreTrainedModel:
-    """The model of a spec, for inference. Takes a second; the caller's random state is kept."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(spec.seed)
-        model = _BUILDERS[spec.model][1](config_of(spec))
-    # PyTorch's own `to`: that of transformers, which wraps it, hides its types.
-    torch.nn.Module.to(model, dtype=getattr(torch, spec.dtype))
+def build_model(spec: EngineSpec, device: torch.device = HOST) -> PreTrainedModel:
+    """The model of a spec, for inference; the caller's random state is kept.
+
+    Small models take a second, are made on the host and have equal weights everywhere; those of
+    `MADE_ON_DEVICE` take seconds, and are left on the device.
+    """
+    dtype = getattr(torch, spec.dtype)
+    if spec.model in MADE_ON_DEVICE:
+        model = _made_there(spec, device, dtype)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(spec.seed)
+            model = _BUILDERS[spec.model][1](config_of(spec))
+        # PyTorch's own `to`: that of transformers, which wraps it, hides its types.
+        torch.nn.Module.to(model, dtype=dtype)
     model.eval()
     model.requires_grad_(False)
     return model
 
 
-def identity_of(spec: EngineSpec) -> ModelIdentity:
+def identity_of(spec: EngineSpec, device: torch.device = HOST) -> ModelIdentity:
     """What makes the cached bytes of this model its own.
 
     The version of transformers is part of it: it decides what a cache layer is given to keep.
+    So is the kind of device that a model's weights were made on.
     """
     config = {
         "config": config_of(spec).to_dict(),
         "transformers": importlib.metadata.version("transformers"),
     }
+    made_on = f"-{device.type}" if spec.model in MADE_ON_DEVICE else ""
     packed = json.dumps(config, sort_keys=True, default=str).encode()
     return ModelIdentity(
         model=spec.model,
-        revision=f"seed-{spec.seed}",
+        revision=f"seed-{spec.seed}{made_on}",
         config_digest=hashlib.blake2b(packed, digest_size=16).hexdigest(),
         dtype=spec.dtype,
     )
+
+
+def _made_there(spec: EngineSpec, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    generators = [] if device == HOST else [device]
+    with torch.random.fork_rng(devices=generators), device:
+        torch.manual_seed(spec.seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config_of(spec), dtype=dtype)
+    return model
 
 
 def _glm_dsa(spec: EngineSpec, **larger: int) -> PretrainedConfig:
@@ -120,6 +144,24 @@ def _llama(spec: EngineSpec) -> PretrainedConfig:
     )
 
 
+def _llama_3b(spec: EngineSpec) -> PretrainedConfig:
+    """The shape of Llama-3.2-3B: 3.2 billion parameters, 112 KiB of keys and values a token."""
+    config = LlamaConfig(
+        vocab_size=spec.vocab_size,
+        max_position_embeddings=spec.max_positions,
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_hidden_layers=28,
+        num_attention_heads=24,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+        **_NO_SPECIAL_TOKENS,
+    )
+    config._attn_implementation = GROUPED
+    return config
+
+
 def _eager(config: PretrainedConfig) -> PretrainedConfig:
     # Plain kernels whose rounding depends on the shapes alone.
     config._attn_implementation = "eager"
@@ -133,5 +175,6 @@ _BUILDERS: dict[str, _Builder] = {
     "glm-dsa-tiny": (_glm_dsa, GlmMoeDsaForCausalLM),
     "glm-dsa-small": (_glm_dsa_small, GlmMoeDsaForCausalLM),
     "llama-tiny": (_llama, LlamaForCausalLM),
+    "llama-3b": (_llama_3b, LlamaForCausalLM),
 }
 assert tuple(_BUILDERS) == MODELS

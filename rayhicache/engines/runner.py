@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from rayhicache.device.protocols import Device
-from rayhicache.engines.sequence import PagedSequence
+from rayhicache.engines.sequence import PagedBatch, Row
 from rayhicache.engines.state import ModelState, make_state
 from rayhicache.engines.transformers_cache import cache_keyword, pooled_cache, probe_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-OnLogits = Callable[[int, torch.Tensor], None]
 
 
 class ModelRunner:
@@ -45,60 +43,45 @@ class ModelRunner:
         )
         self.pools = self._state.pools
 
-    def sequence(self, blocks: Sequence[int]) -> RunningSequence:
-        """A sequence in these blocks; nothing is read or written yet."""
-        return RunningSequence(self, blocks)
+    def forward(self, rows: Sequence[Row], *, whole: bool) -> torch.Tensor:
+        """Compute the rows' tokens on top of what lies before them, in one forward.
 
-    def cache_of(self, sequence: PagedSequence) -> dict[str, object]:
-        """The keyword argument that hands a sequence's cache to the model."""
-        return {self._keyword: pooled_cache(self._state, self._num_layers, sequence)}
+        Starts at once: readers of blocks that a load is filling wait layer by layer, for the
+        loads of these rows' blocks and for no other.
 
-    def logits(
-        self, tokens: Sequence[int], start: int, cache: dict[str, object], *, whole: bool
-    ) -> torch.Tensor:
-        """Logits of these tokens, or of the last: `dtype[tokens or 1, vocab_size], device`."""
-        at = self._device.torch_device
-        with torch.inference_mode():
-            output = self._model(
-                input_ids=torch.tensor([list(tokens)], dtype=torch.int64, device=at),
-                position_ids=torch.arange(start, start + len(tokens), device=at)[None],
-                use_cache=True,
-                logits_to_keep=0 if whole else 1,
-                **cache,
-            )
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        The bits of a row depend on the shape of the rectangle, and on what the other rows hold
+        where a model lets rows meet, as experts do: equal rows in equal order give equal bits,
+        whether what lies before them was computed or restored.
 
-
-class RunningSequence:
-    """One sequence in device blocks, computed chunk by chunk."""
-
-    def __init__(self, runner: ModelRunner, blocks: Sequence[int]) -> None:
-        self._runner = runner
-        self._blocks = tuple(blocks)
-        self._block_tokens = runner.pools.block_tokens
-        self._paged = PagedSequence(
-            self._blocks, self._block_tokens, runner.pools.device.torch_device
-        )
-        self._cache = runner.cache_of(self._paged)
-
-    def forward(self, tokens: Sequence[int], start: int, on_logits: OnLogits | None = None) -> int:
-        """Compute the tokens at [start, start + len(tokens)) on top of what lies before.
-
-        Starts at once: readers of blocks that a load is filling wait layer by layer.
+        Args:
+            rows: of different sequences, each with blocks of its own.
+            whole: logits of every token, not only of each row's last.
 
         Returns:
-            The likeliest next token.
+            `dtype[rows, tokens or 1, vocab_size], device`; a row shorter than the longest has
+            its tokens in the last columns.
 
         Raises:
             LoadFailed, GateTimeout: what lies before can't be read; the blocks of these tokens
                 may be partly written.
+            PageBusy: a load is filling a block that would be written.
         """
-        stop = start + len(tokens)
-        self._paged.begin(start, stop)
-        first, end = start // self._block_tokens, -(-stop // self._block_tokens)
-        with self._runner.pools.reading(self._blocks[:end], writes=self._blocks[first:end]):
-            logits = self._runner.logits(tokens, start, self._cache, whole=on_logits is not None)
-        if on_logits is not None:
-            on_logits(start, logits)
-        return int(logits[-1].argmax())
+        block = self.pools.block_tokens
+        batch = PagedBatch(rows, block, self._device.torch_device)
+        reads = [at for row in rows for at in row.read(block)]
+        writes = [at for row in rows for at in row.written(block)]
+        with self.pools.reading(reads, writes=writes), torch.inference_mode():
+            return self.forward_bound(batch, whole=whole)
+
+    def forward_bound(self, batch: PagedBatch, *, whole: bool) -> torch.Tensor:
+        """As `forward`, inside the caller's binding."""
+        output = self._model(
+            input_ids=batch.tokens,
+            position_ids=batch.positions,
+            attention_mask=batch.mask(self._model.dtype),
+            use_cache=True,
+            logits_to_keep=0 if whole else 1,
+            **{self._keyword: pooled_cache(self._state, self._num_layers, batch)},
+        )
+        logits: torch.Tensor = output.logits
+        return logits

@@ -15,7 +15,7 @@ import torch
 from rayhicache.core.layout import IndexFormat
 from rayhicache.device.gate import Gate
 from rayhicache.device.protocols import Device
-from rayhicache.engines.sequence import PagedSequence
+from rayhicache.engines.sequence import PagedBatch
 from rayhicache.errors import InvalidLayout
 from rayhicache.pools.attention import MHAPool, MLAPool
 from rayhicache.pools.base import CompositePool, DevicePool, PoolSet
@@ -41,23 +41,21 @@ class StateShape:
 
 
 class ModelState(Protocol):
-    """Writes a chunk's state and reads the whole sequence's; all inside one binding."""
+    """Writes what a forward computes and reads its whole sequences; all inside one binding."""
 
     pools: PoolSet
 
     def update_kv(
-        self, layer_id: int, sequence: PagedSequence, key: torch.Tensor, value: torch.Tensor
+        self, layer_id: int, batch: PagedBatch, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write `dtype[1, heads, tokens, width]`, return the same of the whole sequence.
+        """Write `dtype[rows, heads, tokens, width]`, return the same of the whole sequences.
 
         Raises:
             LoadFailed, GateTimeout: as `LayerTransferCounter.wait_until`.
         """
 
-    def update_index(
-        self, layer_id: int, sequence: PagedSequence, key: torch.Tensor
-    ) -> torch.Tensor:
-        """Write `dtype[1, tokens, width]`, return the same of the whole sequence.
+    def update_index(self, layer_id: int, batch: PagedBatch, key: torch.Tensor) -> torch.Tensor:
+        """Write `dtype[rows, tokens, width]`, return the same of the whole sequences.
 
         Raises:
             LoadFailed, GateTimeout: as `LayerTransferCounter.wait_until`.
@@ -164,22 +162,30 @@ class PooledState:
         self._index = index
 
     def update_kv(
-        self, layer_id: int, sequence: PagedSequence, key: torch.Tensor, value: torch.Tensor
+        self, layer_id: int, batch: PagedBatch, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ModelState.update_kv`."""
-        # [1, heads, tokens, width] of the model is [tokens, heads, width] in a pool.
-        written = (key[0].transpose(0, 1), value[0].transpose(0, 1))
-        self._kv.pool.set_kv_buffer(layer_id, sequence.written, *written)
-        keys, values = self._kv.read(layer_id, sequence.read)
-        return keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
+        # [rows, heads, tokens, width] of the model is [tokens, heads, width] in a pool.
+        written = [_fresh(batch, part.transpose(1, 2)) for part in (key, value)]
+        self._kv.pool.set_kv_buffer(layer_id, batch.written, *written)
+        keys, values = self._kv.read(layer_id, batch.read)
+        rows = (batch.num_rows, batch.num_keys)
+        return keys.unflatten(0, rows).transpose(1, 2), values.unflatten(0, rows).transpose(1, 2)
 
-    def update_index(
-        self, layer_id: int, sequence: PagedSequence, key: torch.Tensor
-    ) -> torch.Tensor:
+    def update_index(self, layer_id: int, batch: PagedBatch, key: torch.Tensor) -> torch.Tensor:
         """See `ModelState.update_index`."""
         assert self._index is not None
-        keys = key[0].contiguous().view(torch.uint8)
+        keys = _fresh(batch, key).contiguous().view(torch.uint8)
         no_scales = keys.new_empty((keys.shape[0], 0))
-        self._index.set_index_k_scale_buffer(layer_id, sequence.written, keys, no_scales)
-        whole = self._index.get_index_k_continuous(layer_id, sequence.stop, sequence.read_blocks)
-        return whole.view(key.dtype).unsqueeze(0)
+        self._index.set_index_k_scale_buffer(layer_id, batch.written, keys, no_scales)
+        blocks = batch.read_blocks
+        entries = blocks.numel() * self.pools.block_tokens
+        # The rows' blocks one after the other, as if they were those of one sequence.
+        whole = self._index.get_index_k_continuous(layer_id, entries, blocks)[batch.picks]
+        return whole.view(key.dtype).view(batch.num_rows, batch.num_keys, -1)
+
+
+def _fresh(batch: PagedBatch, part: torch.Tensor) -> torch.Tensor:
+    """The tokens of `[rows, tokens, ...]` that aren't padding: `[n, ...]`."""
+    flat = part.flatten(0, 1)
+    return flat if batch.fresh is None else flat.index_select(0, batch.fresh)

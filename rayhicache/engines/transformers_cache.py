@@ -1,6 +1,6 @@
 """Cache layers of transformers over the pools: what a model keeps goes through the gate.
 
-    attention ──update──────────► kv pool:    write the chunk's tokens, read the whole sequence
+    attention ──update──────────► kv pool:    write the batch's tokens, read the whole sequences
     indexer ────update_indexer──► index pool: the same for index keys
 
 Both write before they read, and each reader waits for its own pool's layer alone. Lengths and
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from rayhicache.engines.sequence import PagedSequence
+from rayhicache.engines.sequence import PagedBatch
 from rayhicache.engines.state import ModelState, StateShape
 
 if TYPE_CHECKING:
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 class PooledLayer(CacheLayerMixin):
-    """One layer of one sequence. Use it inside `pools.reading(...)`, on the forward's thread."""
+    """One layer of one forward. Use it inside `pools.reading(...)`, on the forward's thread."""
 
     is_sliding = False
     is_croppable = False
     supports_early_init = False
 
-    def __init__(self, state: ModelState, layer_id: int, sequence: PagedSequence) -> None:
+    def __init__(self, state: ModelState, layer_id: int, batch: PagedBatch) -> None:
         CacheLayerMixin.__init__(self)
         self._state = state
         self._layer_id = layer_id
-        self._sequence = sequence
+        self._batch = batch
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to make: the pools are there."""
@@ -41,27 +41,27 @@ class PooledLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the chunk's state, give back the sequence's.
+        """Keep the state of the forward's tokens, give back that of the whole sequences.
 
         Args:
-            key_states, value_states: `dtype[1, heads, tokens, width]`.
+            key_states, value_states: `dtype[rows, heads, tokens, width]`.
 
         Raises:
             LoadFailed, GateTimeout: the layer of this pool can't be read.
         """
-        return self._state.update_kv(self._layer_id, self._sequence, key_states, value_states)
+        return self._state.update_kv(self._layer_id, self._batch, key_states, value_states)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """As `update`, for index keys: `dtype[1, tokens, width]`."""
-        return self._state.update_index(self._layer_id, self._sequence, indexer_key_states)
+        """As `update`, for index keys: `dtype[rows, tokens, width]`."""
+        return self._state.update_index(self._layer_id, self._batch, indexer_key_states)
 
     def get_seq_length(self) -> int:
-        """Tokens before the running forward. Doesn't wait."""
-        return self._sequence.start
+        """Tokens before the running forward, of the longest row. Doesn't wait."""
+        return self._batch.start
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of what the forward attends to. Doesn't wait."""
-        return self._sequence.start + query_length, 0
+        return self._batch.start + query_length, 0
 
     def get_max_length(self) -> int:
         """No maximum of its own."""
@@ -72,9 +72,9 @@ class PooledLayer(CacheLayerMixin):
         return -1
 
 
-def pooled_cache(state: ModelState, num_layers: int, sequence: PagedSequence) -> Cache:
-    """The cache of one sequence, for a model of `num_layers` layers."""
-    return Cache(layers=[PooledLayer(state, layer, sequence) for layer in range(num_layers)])
+def pooled_cache(state: ModelState, num_layers: int, batch: PagedBatch) -> Cache:
+    """The cache of one forward, for a model of `num_layers` layers."""
+    return Cache(layers=[PooledLayer(state, layer, batch) for layer in range(num_layers)])
 
 
 class _Probe(PooledLayer):

@@ -15,7 +15,8 @@ import torch
 from rayhicache.config import EngineSpec
 from rayhicache.device.protocols import Event, Stream
 from rayhicache.engines.models import config_of
-from rayhicache.engines.transformers_engine import Generation, TransformersEngine
+from rayhicache.engines.request import Generation
+from rayhicache.engines.transformers_engine import TransformersEngine
 from rayhicache.memory.local import LocalPort
 from rayhicache.memory.owner import ArenaOwner
 from rayhicache.testing.faults import DeviceDecorator

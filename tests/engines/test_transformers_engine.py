@@ -9,7 +9,8 @@ from owners import local_owner, mortal_owner
 from rayhicache.config import EngineSpec
 from rayhicache.device.cpu import CpuDevice
 from rayhicache.device.limits import CopyLimits
-from rayhicache.device.protocols import Direction
+from rayhicache.device.protocols import Direction, Landing, Stream
+from rayhicache.device.staging import StagedPlan
 from rayhicache.errors import (
     InvalidConfig,
     InvalidRequest,
@@ -153,12 +154,27 @@ def test_a_cancelled_request_gives_everything_back_at_every_stage(
         assert owner.stats().leases == 0
 
 
+class StartedDevice(HoldingDevice):
+    """Tells when the first layer of a load has been enqueued."""
+
+    def __init__(self) -> None:
+        super().__init__(CpuDevice(wait_seconds=SECONDS), {"kv"})
+        self.started = threading.Event()
+
+    def copy(self, staged: StagedPlan, stream: Stream) -> Iterator[Landing]:
+        for landing in super().copy(staged, stream):
+            if staged.direction is Direction.LOAD:
+                self.started.set()
+            yield landing
+
+
 def test_a_cancelled_request_leaves_its_blocks_to_the_running_load(owner: ArenaOwner) -> None:
-    device = HoldingDevice(CpuDevice(wait_seconds=SECONDS), {"kv"})
+    device = StartedDevice()
     with local_engine(SMALL, owner, device=device) as engine:
         run(engine, prompt(1, SHORT))
         with pytest.raises(JobCancelled):
-            run(engine, prompt(1, SHORT), cancelled=lambda: True)
+            # A load that is cancelled before it has begun copies nothing and holds nothing.
+            run(engine, prompt(1, SHORT), cancelled=lambda: device.started.wait(SECONDS))
         assert engine.pools.allocator.num_free() == SMALL.num_blocks - 3
         assert owner.stats().leases == 1
         (ticket,) = engine.pools.gate.open_tickets()
