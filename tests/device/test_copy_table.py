@@ -64,7 +64,16 @@ def test_an_own_table_wins_and_is_told_when_it_is_of_another_gpu(
     assert len(caplog.records) == lines
 
 
+def test_numbers_that_are_left_out_are_the_defaults() -> None:
+    found = json.loads(table_text("NVIDIA X", OWN))
+    del found["blocks_alone"]
+    (_, choice) = parse_table(json.dumps(found), "x")
+    assert choice.blocks_alone == CopyChoice().blocks_alone
+    assert choice.blocks_beside == OWN.blocks_beside
+
+
 BROKEN = {
+    "no rows at all": json.dumps({"format": 1, "gpu": "NVIDIA X", "load": []}),
     "no JSON": "{",
     "too deep": "[" * 200_000,
     "a list": "[]",

@@ -10,8 +10,9 @@
     }
 
 Rows ascend. The first whose `up_to_bytes` isn't smaller than a fragment says which share of such
-fragments the kernel moves, the copy engine the rest; above the last row it moves all. The package
-has tables for known GPUs; `rayhicache bench` writes one for any other.
+fragments the kernel moves, the copy engine the rest; above the last row it moves all. Numbers
+that are left out are the defaults of `CopyChoice`, which says what each means. The package has
+tables for known GPUs; `rayhicache bench` writes one for any other.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Collection, Set
+from dataclasses import fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -29,9 +32,10 @@ from rayhicache.errors import InvalidConfig
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-FIELDS = {"format", "gpu", "load", "store", "blocks_beside", "blocks_alone"}
-ROW_FIELDS = {"up_to_bytes", "kernel_share"}
+NUMBERS = [one.name for one in fields(CopyChoice) if one.name not in ("load", "store")]
+ROW_FIELDS = frozenset({"up_to_bytes", "kernel_share"})
 BLOCKS_MAX = 1024
+ALL_BYTES = 1 << 40
 ROWS_MAX = 64
 BYTES_MAX = 1 << 20
 
@@ -101,19 +105,20 @@ def parse_table(text: str, source: str) -> tuple[str, CopyChoice]:
         found = json.loads(text)
     except (ValueError, RecursionError) as fault:
         raise _broken(source, f"it is no JSON: {fault}") from fault
-    table = _object(found, FIELDS, source, "the table")
+    table = _object(found, {"format", "gpu", "load", "store"}, NUMBERS, source, "the table")
     if table["format"] != FORMAT or isinstance(table["format"], bool):
         raise _broken(source, f"format is {table['format']!r}, not {FORMAT}")
     if not isinstance(table["gpu"], str) or not table["gpu"]:
         raise _broken(source, "gpu is no name")
-    for name in ("blocks_beside", "blocks_alone"):
-        if not _is_integer(table[name], 1, BLOCKS_MAX):
-            raise _broken(source, f"{name} is no integer from 1 to {BLOCKS_MAX}")
+    numbers = {name: table[name] for name in NUMBERS if name in table}
+    for name, value in numbers.items():
+        highest = BLOCKS_MAX if name.startswith("blocks_") else ALL_BYTES
+        if not _is_integer(value, 1, highest):
+            raise _broken(source, f"{name} is no integer from 1 to {highest}")
     choice = CopyChoice(
         load=_rows(table["load"], source, "load"),
         store=_rows(table["store"], source, "store"),
-        blocks_beside=table["blocks_beside"],
-        blocks_alone=table["blocks_alone"],
+        **numbers,
     )
     return table["gpu"], choice
 
@@ -124,8 +129,8 @@ def table_text(gpu: str, choice: CopyChoice) -> str:
         name: [{"up_to_bytes": size, "kernel_share": share} for size, share in shares]
         for name, shares in (("load", choice.load), ("store", choice.store))
     }
-    blocks = {"blocks_beside": choice.blocks_beside, "blocks_alone": choice.blocks_alone}
-    return json.dumps({"format": FORMAT, "gpu": gpu, **sides, **blocks}, indent=2) + "\n"
+    numbers = {name: getattr(choice, name) for name in NUMBERS}
+    return json.dumps({"format": FORMAT, "gpu": gpu, **sides, **numbers}, indent=2) + "\n"
 
 
 def _rows(found: Any, source: str, side: str) -> tuple[tuple[int, float], ...]:
@@ -134,9 +139,9 @@ def _rows(found: Any, source: str, side: str) -> tuple[tuple[int, float], ...]:
     rows: list[tuple[int, float]] = []
     for at, row in enumerate(found):
         here = f"row {at} of {side}"
-        values = _object(row, ROW_FIELDS, source, here)
+        values = _object(row, ROW_FIELDS, (), source, here)
         size, share = values["up_to_bytes"], values["kernel_share"]
-        if not _is_integer(size, 1, 1 << 40):
+        if not _is_integer(size, 1, ALL_BYTES):
             raise _broken(source, f"up_to_bytes in {here} is no integer from 1 to 2^40")
         if rows and size <= rows[-1][0]:
             raise _broken(source, f"{here} isn't larger than the one before")
@@ -146,9 +151,11 @@ def _rows(found: Any, source: str, side: str) -> tuple[tuple[int, float], ...]:
     return tuple(rows)
 
 
-def _object(found: Any, names: set[str], source: str, what: str) -> dict[str, Any]:
-    if not isinstance(found, dict) or set(found) != names:
-        raise _broken(source, f"{what} isn't an object with {', '.join(sorted(names))}")
+def _object(
+    found: Any, needed: Set[str], optional: Collection[str], source: str, what: str
+) -> dict[str, Any]:
+    if not isinstance(found, dict) or not needed <= set(found) <= {*needed, *optional}:
+        raise _broken(source, f"{what} isn't an object with {', '.join(sorted(needed))}")
     return found
 
 

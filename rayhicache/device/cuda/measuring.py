@@ -48,6 +48,7 @@ class Bench:
         self._tell = tell or (lambda point: None)
         self._device = CudaDevice(index, choice=CopyChoice(load=(), store=()))
         torch.cuda.set_device(index)
+        self._devices: dict[CopyChoice, CudaDevice] = {}
         self._has_kernel = bulk_kernel(index) is not None
         self._limits = {way: self._link_seconds_per_byte(way) for way in Direction}
         place = self._device.torch_device
@@ -80,7 +81,8 @@ class Bench:
     def close(self) -> None:
         """Let the GPU go."""
         torch.cuda.synchronize(self._device.torch_device)
-        self._device.close()
+        for device in (self._device, *self._devices.values()):
+            device.close()
 
     def _best_of(
         self, direction: Direction, nbytes: int, share: float, choices: Sequence[CopyChoice]
@@ -92,16 +94,12 @@ class Bench:
 
     def _point(self, rig: _Rig, direction: Direction, share: float, blocks: CopyChoice) -> Point:
         rows = ((ALL_BYTES, share),) if share else ()
-        device = CudaDevice(self._index, choice=replace(blocks, load=rows, store=rows))
-        try:
-            lane = _Lane(device, rig, direction)
-            lane.move()
-            times = [_seconds(lane.move) for _ in range(RUNS)]
-            alone = self._product_seconds(self._count)
-            beside = self._beside(lane)
-        finally:
-            torch.cuda.synchronize(self._device.torch_device)
-            device.close()
+        lane = _Lane(self._device_of(replace(blocks, load=rows, store=rows)), rig, direction)
+        lane.move()
+        times = [_seconds(lane.move) for _ in range(RUNS)]
+        alone = self._product_seconds(self._count)
+        beside = self._beside(lane)
+        torch.cuda.synchronize(self._device.torch_device)
         return Point(
             direction=direction,
             fragment_bytes=rig.fragment_bytes,
@@ -111,6 +109,12 @@ class Bench:
             slowdown=max(beside / alone, 1.0),
             moved_bytes=rig.moved_bytes,
         )
+
+    def _device_of(self, choice: CopyChoice) -> CudaDevice:
+        """One device for each choice: making one takes longer than a measurement."""
+        if choice not in self._devices:
+            self._devices[choice] = CudaDevice(self._index, choice=choice)
+        return self._devices[choice]
 
     def _beside(self, lane: _Lane) -> float:
         """Time of one product while another thread moves all the time."""
