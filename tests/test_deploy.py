@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,40 @@ def _load(name: str) -> Any:
     return yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("service", ["head", "worker"])
+@pytest.mark.parametrize("service", ["head", "worker", "gpu"])
 def test_a_compose_node_has_what_an_arena_and_ray_need(service: str) -> None:
     node = _load("docker-compose.yml")["services"][service]
     assert node["init"] is True
     assert node["restart"] == "always"
     assert node["ulimits"]["memlock"] == -1
     assert node["environment"]["RAY_AUTH_MODE"] == "token"
-    assert node["shm_size"] == "4gb"
+    assert node["shm_size"] == ("16gb" if service == "gpu" else "4gb")
     assert "ray start" in node["command"]
     assert "--object-store-memory=" in node["command"]
 
 
-def test_a_kubernetes_node_has_shared_memory_and_a_token() -> None:
-    spec = _load("deploy/kuberay.yaml")["spec"]
+def test_the_compose_node_with_gpus_has_them_and_an_image_for_them() -> None:
+    node = _load("docker-compose.yml")["services"]["gpu"]
+    assert node["profiles"] == ["gpu"]
+    (device,) = node["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    assert node["build"]["args"]["BASE"] == f"rayproject/ray:{VERSION}-py311-gpu"
+    assert node["build"]["args"]["TORCH_INDEX"] == ""
+    assert node["image"] != _load("docker-compose.yml")["services"]["head"]["image"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(node["build"]["args"]["EXTRAS"].split(",")) <= set(extras["optional-dependencies"])
+
+
+def test_every_pod_of_the_kubernetes_cluster_with_gpus_has_one() -> None:
+    spec = _load("deploy/kuberay-gpu.yaml")["spec"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+
+
+@pytest.mark.parametrize("name", ["kuberay", "kuberay-gpu"])
+def test_a_kubernetes_node_has_shared_memory_and_a_token(name: str) -> None:
+    spec = _load(f"deploy/{name}.yaml")["spec"]
     assert spec["rayVersion"] == VERSION
     for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
         pod = group["template"]["spec"]

@@ -73,19 +73,20 @@ def test_a_gpu_that_cannot_be_used_is_refused_by_cuda_and_passed_over_by_auto(
 
 
 @pytest.mark.parametrize(
-    ("capability", "can_batch", "words"),
+    ("capability", "has_kernel", "can_batch", "words"),
     [
-        ((9, 0), True, []),
-        ((10, 0), True, []),
-        ((8, 0), True, ["8.0"]),
-        ((9, 0), False, ["cuMemcpyBatchAsync"]),
-        ((7, 5), False, ["7.5", "cuMemcpyBatchAsync"]),
+        ((9, 0), True, True, []),
+        ((10, 0), True, True, []),
+        ((8, 0), False, True, ["8.0"]),
+        ((9, 0), False, True, ["cuda-core"]),
+        ((9, 0), True, False, ["cuMemcpyBatchAsync"]),
+        ((7, 5), False, False, ["7.5", "cuMemcpyBatchAsync"]),
     ],
 )
 def test_what_a_gpu_cannot_do_is_a_line_each(
-    capability: tuple[int, int], can_batch: bool, words: list[str]
+    capability: tuple[int, int], has_kernel: bool, can_batch: bool, words: list[str]
 ) -> None:
-    lines = ways_lacking(capability, can_batch)
+    lines = ways_lacking(capability, has_kernel=has_kernel, can_batch=can_batch)
     assert len(lines) == len(words)
     assert all(word in line for word, line in zip(words, lines, strict=True))
 

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from rayhicache.device.cuda.bulk import MIN_CAPABILITY
+from rayhicache.device.cuda.bulk import MIN_CAPABILITY, bulk_kernel
 from rayhicache.device.cuda.copy_table import choice_for
 from rayhicache.device.cuda.device import CudaDevice
 from rayhicache.device.cuda.driver import driver
@@ -25,7 +25,11 @@ def open_gpu(index: int = 0, *, copy_table: str = "") -> CudaDevice:
     try:
         choice = choice_for(name_of(index), copy_table) if torch.cuda.is_available() else None
         device = CudaDevice(index, choice=choice)
-        lacking = ways_lacking(torch.cuda.get_device_capability(index), driver().can_batch)
+        lacking = ways_lacking(
+            torch.cuda.get_device_capability(index),
+            has_kernel=bulk_kernel(index) is not None,
+            can_batch=driver().can_batch,
+        )
     except (OSError, RuntimeError) as fault:
         raise DeviceNotFound(
             asked=f"use GPU {index}",
@@ -43,13 +47,18 @@ def name_of(index: int) -> str:
     return str(torch.cuda.get_device_name(index))
 
 
-def ways_lacking(capability: tuple[int, int], can_batch: bool) -> list[str]:
+def ways_lacking(capability: tuple[int, int], *, has_kernel: bool, can_batch: bool) -> list[str]:
     """What a GPU and its driver can't do, and what is done instead; a line each."""
     found = []
     if capability < MIN_CAPABILITY:
         found.append(
             f"compute capability {capability[0]}.{capability[1]} has no bulk copies (9.0 has): "
             "small fragments go by the copy engine too, and slower"
+        )
+    elif not has_kernel:
+        found.append(
+            "the package cuda-core, which compiles the copy kernel, isn't installed: small "
+            "fragments go by the copy engine too, and slower; install `rayhicache[cuda]`"
         )
     if not can_batch:
         found.append(
