@@ -37,6 +37,10 @@ from rayhicache.wire.codec import decode, encode
 
 log = logging.getLogger(__name__)
 
+CONNECT_REMEDY = (
+    "name the address that `rayhicache up` or `Cluster.address` told; if no cluster is up yet, "
+    "`rayhicache up` starts one with a Ray of its own, or on one that runs (`ray start --head`)"
+)
 LEFT_SECONDS = 5.0
 LEFT_PAUSE_SECONDS = 0.05
 
@@ -173,7 +177,7 @@ def connect(name: str = "default", *, address: str = "auto") -> Cluster:
         RayNotFound: no Ray at the address.
         ClusterNotFound: no cluster of that name there.
     """
-    join(address)
+    join(address, remedy=CONNECT_REMEDY)
     what = f"connect to cluster {name!r}"
     try:
         controller = ray.get_actor(controller_name(name), namespace=NAMESPACE)

@@ -33,8 +33,11 @@ LISTEN_SECONDS = 3.0
 FOLDER = "rhc-"
 
 
-def join(address: str) -> None:
+def join(address: str, *, remedy: str = "") -> None:
     """Join the Ray at an address, unless this process has joined one already.
+
+    Args:
+        remedy: for the error, when no Ray answers.
 
     Raises:
         RayNotFound: none answers there.
@@ -48,14 +51,20 @@ def join(address: str) -> None:
                 remedy="use that one, call `ray.shutdown()` first, or use another process",
             )
         return
-    _check_listens(_last_started() if address == "auto" else address)
     try:
+        _check_listens(_last_started() if address == "auto" else address)
         ray.init(
             address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
         )
-    except (ConnectionError, ValueError, RuntimeError, SystemExit) as fault:
+    except (OSError, OverflowError, ValueError, RuntimeError, SystemExit) as fault:
         # Where something else than Ray answers, Ray ends the process after two minutes.
-        raise _not_found(address, (str(fault).splitlines() or ["nothing"])[0]) from fault
+        raise RayNotFound(
+            asked=f"join the Ray at {address!r}",
+            found=(str(fault).splitlines() or ["nothing"])[0],
+            remedy=remedy
+            or "start it (`ray start --head`), name its address, or leave the address out to "
+            "start a local one",
+        ) from fault
 
 
 def _last_started() -> str:
@@ -70,14 +79,15 @@ def _last_started() -> str:
 
 
 def _check_listens(address: str) -> None:
-    """Refuse at once what Ray itself would try for two minutes: nobody at the address."""
+    """Refuse at once what Ray itself would try for two minutes: nobody at the address.
+
+    Raises:
+        OSError, OverflowError: nobody listens there.
+    """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return  # nothing to try, "local", and what Ray itself refuses
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=LISTEN_SECONDS).close()
-    except (OSError, OverflowError) as fault:
-        raise _not_found(address, str(fault)) from fault
+    socket.create_connection((host.strip("[]"), int(port)), timeout=LISTEN_SECONDS).close()
 
 
 def _is_same(address: str, joined: str) -> bool:
@@ -100,15 +110,6 @@ def _free_port() -> int:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
     return port
-
-
-def _not_found(address: str, found: str) -> RayNotFound:
-    return RayNotFound(
-        asked=f"join the Ray at {address!r}",
-        found=found,
-        remedy="start it (`ray start --head`), name its address, or leave the address out to "
-        "start a local one",
-    )
 
 
 def sweep_folders() -> list[Path]:

@@ -17,6 +17,9 @@ import pytest
 
 from rayhicache import cli
 from rayhicache.actors.status import ClusterStatus, PoolStatus, SessionStatus, WorkerStatus
+from rayhicache.cli import commands
+from rayhicache.cli.arguments import make_parser
+from rayhicache.cli.showing import show
 from rayhicache.memory.arena import Arena
 
 SECONDS = 90.0
@@ -96,7 +99,7 @@ def test_a_command_that_cannot_be_understood_ends_with_2(
     ("text", "size"), [("4096", 4096), ("1B", 1), ("256MiB", 256 << 20), ("8GiB", 8 << 30)]
 )
 def test_a_size_is_a_number_with_a_unit(text: str, size: int) -> None:
-    assert cli._parser().parse_args(["up", "--arena-bytes", text]).arena_bytes == size
+    assert make_parser().parse_args(["up", "--arena-bytes", text]).arena_bytes == size
 
 
 @pytest.mark.parametrize("command", ["up", "status"])
@@ -109,6 +112,7 @@ def test_a_fault_is_three_sentences_on_stderr(
     assert nowhere in asked
     assert "refused" in found
     assert "ray start --head" in remedy
+    assert ("`rayhicache up` starts one" in remedy) is (command == "status")
     assert printed.out == ""
 
 
@@ -122,7 +126,7 @@ def test_a_value_out_of_range_is_told_before_anything_starts(
 def test_bench_without_a_gpu_is_a_fault_like_others_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "visible_gpus", tuple)
+    monkeypatch.setattr(commands, "visible_gpus", tuple)
     assert cli.main(["bench", "--out", str(tmp_path / "table.json")]) == 1
     asked, found, remedy = capsys.readouterr().err.splitlines()
     assert "measure the ways to copy" in asked
@@ -134,7 +138,7 @@ def test_bench_without_a_gpu_is_a_fault_like_others_and_writes_nothing(
 def test_bench_refuses_a_place_it_could_not_write_to_before_it_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "visible_gpus", lambda: ("0",))
+    monkeypatch.setattr(commands, "visible_gpus", lambda: ("0",))
     for out in (tmp_path, tmp_path / "missing" / "table.json"):
         assert cli.main(["bench", "--out", str(out)]) == 1
         assert "--out" in capsys.readouterr().err
@@ -174,7 +178,7 @@ def test_status_shows_each_pool_and_what_a_token_takes(
 ) -> None:
     if not drawn:
         monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    cli.show(status(stopped=True))
+    show(status(stopped=True))
     said = capsys.readouterr().out
     assert ("┃" in said) is drawn
     rows = [re.split(r"\s*[│┃]\s*|\s{2,}", line.strip("│┃ ")) for line in said.splitlines()]
@@ -205,7 +209,7 @@ def test_status_is_whole_in_a_narrow_terminal(
     monkeypatch.setenv("COLUMNS", "80")
     one = status()
     many = [dataclasses.replace(one.pools[0], seat=f"node{at}") for at in range(seats)]
-    cli.show(dataclasses.replace(one, pools=tuple(many)))
+    show(dataclasses.replace(one, pools=tuple(many)))
     said = capsys.readouterr().out
     assert said.count("1,200 of 1,556") == seats
     assert all(f"node{at}" in said for at in range(seats))

@@ -29,10 +29,10 @@ if HAS_RAY:
 
     import clusters
     import rayhicache as hc
-    from rayhicache import cli
     from rayhicache.actors.calls import ActorGone, ask
     from rayhicache.actors.messages import PartResult, WorkerReady
     from rayhicache.actors.naming import NAMESPACE, worker_name
+    from rayhicache.cli.showing import show
     from rayhicache.wire.codec import decode
 
 NAME, SEAT, PAGE, PAGES, NEW = "gpu", "node0", 64, 6, 24
@@ -112,7 +112,7 @@ def test_a_job_runs_on_a_gpu_and_status_says_so(
     told = [one.device for one in pair.status().workers]
     assert len(told) == 2
     assert all(one.startswith("cuda, NVIDIA") for one in told)
-    cli.show(pair.status())
+    show(pair.status())
     assert f"Worker {worker_name(NAME, SEAT, 1)} is on {told[1]}." in capsys.readouterr().out
     resources: Any = ray  # whose own annotations leave these two out
     free = resources.available_resources().get("GPU", 0)
