@@ -8,7 +8,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ VOCAB = 512
 SECONDS = 60.0
 
 Prompt = Sequence[int]
+Answer = TypeVar("Answer")
 
 
 def prompt(number: int, length: int = LENGTH, *, vocab: int = VOCAB) -> list[int]:
@@ -113,13 +114,13 @@ class _WatchedStream:
         self._inner.wait(event)
 
 
-class Reader(threading.Thread):
+class Reader(threading.Thread, Generic[Answer]):
     """Runs a call in its own thread; `blocked` is set when it waits for a copy that isn't done."""
 
-    def __init__(self, device: DeviceDecorator, call: Callable[[], Run]) -> None:
+    def __init__(self, device: DeviceDecorator, call: Callable[[], Answer]) -> None:
         super().__init__(daemon=True)
         self.blocked = threading.Event()
-        self._answer: queue.SimpleQueue[Run | BaseException] = queue.SimpleQueue()
+        self._answer: queue.SimpleQueue[Answer | BaseException] = queue.SimpleQueue()
         self._device = device
         self._call = call
         self.start()
@@ -133,7 +134,7 @@ class Reader(threading.Thread):
                 self.fault = fault  # raised by `value`
                 self._answer.put(fault)
 
-    def value(self) -> Run:
+    def value(self) -> Answer:
         """What the call returned; raises what it raised."""
         answer = self._answer.get(timeout=SECONDS)
         self.join(SECONDS)
