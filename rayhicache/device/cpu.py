@@ -56,6 +56,10 @@ class CpuDevice:
         """See `Device.new_event`."""
         return CpuEvent()
 
+    def capturing(self) -> bool:
+        """See `Device.capturing`; a thread captures no graph."""
+        return False
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """See `Device.empty`."""
         return self._allocator.empty(shape, dtype)

@@ -8,7 +8,7 @@ reader of every pool goes through the binding, so a reader can't either.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextvars import ContextVar, Token
 from types import TracebackType
@@ -22,19 +22,32 @@ Blocks = Collection[int] | Mapping[str, Collection[int]]
 _bound: ContextVar[Binding | None] = ContextVar("rayhicache_binding", default=None)
 
 
+def _never() -> bool:
+    return False
+
+
 class Binding:
     """The tickets that one forward's reads wait for. A context manager; may be entered again.
 
     It is carried by a context variable, so interleaved micro-batches, each in its own binding,
     don't mix.
+
+    Args:
+        capturing: whether the calling thread is capturing a graph; asked before every wait.
     """
 
     def __init__(
-        self, loads: Sequence[Ticket], before_writes: Sequence[Ticket], *, writes: bool
+        self,
+        loads: Sequence[Ticket],
+        before_writes: Sequence[Ticket],
+        *,
+        writes: bool,
+        capturing: Callable[[], bool] = _never,
     ) -> None:
         self._loads = tuple(loads)
         self._before_writes = tuple(before_writes)
         self._writes = writes
+        self._capturing = capturing
         self._tokens: list[Token[Binding | None]] = []
 
     @property
@@ -47,8 +60,10 @@ class Binding:
 
         Raises:
             LoadFailed, GateTimeout: as `LayerTransferCounter.wait_until`.
+            CaptureRefused: as `check_capture`, while a graph is captured.
         """
         if self._loads:
+            self._refuse_capture()
             for ticket in self._loads:
                 ticket.counter.wait_until(layer_id, pool)
 
@@ -57,6 +72,7 @@ class Binding:
 
         Raises:
             UnboundRead: the binding was made without `writes`.
+            CaptureRefused: as `check_capture`, while a graph is captured.
         """
         if not self._writes:
             raise UnboundRead(
@@ -64,8 +80,31 @@ class Binding:
                 found="the forward is bound for reading only",
                 remedy="name what it writes: `pools.reading(pages, writes=pages)`",
             )
-        for ticket in self._before_writes:
-            ticket.counter.wait_passed()
+        if self._before_writes:
+            self._refuse_capture()
+            for ticket in self._before_writes:
+                ticket.counter.wait_passed()
+
+    def check_capture(self) -> None:
+        """Refuse a graph capture under this binding if it has tickets to wait for.
+
+        Waiting on an event recorded outside a capture invalidates the capture; a replay asks
+        for `ticket.wait_all()` instead.
+
+        Raises:
+            CaptureRefused: with the open tickets.
+        """
+        found = [(t.direction.value, t.id) for t in (*self._loads, *self._before_writes)]
+        if found:
+            raise CaptureRefused(
+                asked="capture a graph",
+                found=f"open tickets {found} have blocks that it reads or writes",
+                remedy="capture with nothing open, and call `ticket.wait_all()` before a replay",
+            )
+
+    def _refuse_capture(self) -> None:
+        if self._capturing():
+            self.check_capture()
 
     def __enter__(self) -> Binding:
         self._tokens.append(_bound.set(self))
@@ -93,7 +132,9 @@ class Gate:
         self._lost: dict[int, tuple[Ticket, dict[str, set[int]]]] = {}
         self._known_lost: set[int] = set()
 
-    def bind(self, reads: Blocks, writes: Blocks = ()) -> Binding:
+    def bind(
+        self, reads: Blocks, writes: Blocks = (), *, capturing: Callable[[], bool] = _never
+    ) -> Binding:
         """Bind a forward that reads and writes these blocks.
 
         With nothing open this is one comparison.
@@ -101,6 +142,7 @@ class Gate:
         Args:
             reads: block ids as host integers, of all pools alike or per pool.
             writes: those that it writes; what a failed load left in them is forgotten.
+            capturing: as `Device.capturing`.
 
         Raises:
             PageBusy: it would write a block that a load is filling; one that was given up lets
@@ -131,6 +173,7 @@ class Gate:
             [*(t for t in loads if t not in given_up and _overlap(t.blocks, reads)), *lost],
             [t for t in (*stores, *given_up) if _overlap(t.blocks, writes)],
             writes=bool(writes),
+            capturing=capturing,
         )
 
     def open(self, ticket: Ticket) -> None:
@@ -187,22 +230,6 @@ class Gate:
                 )
             if not any(lost.values()):
                 del self._lost[number]
-
-    def check_capture(self, binding: Binding) -> None:
-        """Refuse a graph capture under a binding with open tickets.
-
-        Waiting on an event recorded outside a capture invalidates the capture; a replay asks
-        for `ticket.wait_all()` instead.
-
-        Raises:
-            CaptureRefused: with the open tickets.
-        """
-        if binding.tickets:
-            raise CaptureRefused(
-                asked="capture a graph",
-                found=f"loads {[t.id for t in binding.tickets]} are open",
-                remedy="capture with nothing open, and call `ticket.wait_all()` before a replay",
-            )
 
 
 def current_binding(pool: str) -> Binding:

@@ -80,6 +80,9 @@ class Device(Protocol):
     def new_event(self) -> Event:
         """An event, not yet recorded."""
 
+    def capturing(self) -> bool:
+        """Whether the calling thread's current stream is capturing a graph. Doesn't block."""
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised device memory from the device's caching allocator.
 

@@ -236,10 +236,13 @@ class PoolSet:
         Args:
             blocks: block ids as host integers, of all pools alike or per pool.
 
+        A graph can be captured inside only if no ticket is open that it would wait for: such a
+        wait raises `CaptureRefused`.
+
         Raises:
             PageBusy: a load is filling a block of `writes`.
         """
-        return self.gate.bind(blocks, writes)
+        return self.gate.bind(blocks, writes, capturing=self.device.capturing)
 
     def memories(self) -> dict[str, PoolMemory]:
         """Both sides' door for the copier: the raw bytes of every pool."""

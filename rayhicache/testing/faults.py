@@ -44,6 +44,10 @@ class DeviceDecorator:
         """See `Device.new_event`."""
         return self.inner.new_event()
 
+    def capturing(self) -> bool:
+        """See `Device.capturing`."""
+        return self.inner.capturing()
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """See `Device.empty`."""
         return self.inner.empty(shape, dtype)

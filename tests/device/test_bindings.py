@@ -111,11 +111,65 @@ def test_a_capture_is_refused_while_loads_are_open() -> None:
     blocks = world.take(4)
     ticket = world.load(blocks, [0])
     with pytest.raises(CaptureRefused, match=str(ticket.id)):
-        world.gate.check_capture(world.pools.reading(blocks))
-    world.gate.check_capture(world.pools.reading([20]))
+        world.pools.reading(blocks).check_capture()
+    world.pools.reading([20]).check_capture()
     world.loads.resume()
     assert ticket.result(SECONDS)
-    world.gate.check_capture(world.pools.reading(blocks))
+    world.pools.reading(blocks).check_capture()
+    world.close()
+
+
+def test_a_read_in_a_capture_is_refused_instead_of_waited_for() -> None:
+    world = World(mla)
+    world.loads.pause()
+    blocks = world.take(4)
+    ticket = world.load(blocks, [0])
+    capturing = True
+    binding = world.gate.bind(blocks, capturing=lambda: capturing)
+    with binding, pytest.raises(CaptureRefused, match="wait_all"):
+        world.pool.get_key_buffer(0)
+    with world.gate.bind([20], capturing=lambda: capturing):
+        world.pool.get_key_buffer(0)
+    world.loads.resume()
+    capturing = False
+    with binding:
+        world.pool.get_key_buffer(0)  # the same binding waits where nothing is captured
+    assert ticket.result(SECONDS)
+    capturing = True
+    with world.gate.bind(blocks, capturing=lambda: capturing):
+        world.pool.get_key_buffer(0)
+    world.close()
+
+
+def test_a_write_in_a_capture_is_refused_while_a_store_reads_the_block() -> None:
+    world = World(mla)
+    world.stores.pause()
+    blocks = world.take(4)
+    ticket = world.store(blocks, [0])
+    binding = world.gate.bind((), blocks, capturing=lambda: True)
+    with binding, pytest.raises(CaptureRefused, match="store"):
+        world.pool._writable(0)
+    world.stores.resume()
+    assert ticket.result(SECONDS)
+    with world.gate.bind((), blocks, capturing=lambda: True):
+        world.pool._writable(0)
+    world.close()
+
+
+def test_a_graph_may_be_replayed_after_wait_all() -> None:
+    """A replay reads memory without a reader: nothing of it is gated."""
+    world = World(mla)
+    world.fill_records([0])
+    world.loads.pause()
+    blocks = world.take(4)
+    memory = world.memories["kv"].components[0]
+    ticket = world.load(blocks, [0])
+    before = memory[:, blocks].clone()
+    world.loads.resume()
+    ticket.wait_all()
+    after = memory[:, blocks].clone()
+    assert poison.is_poison(before)
+    assert not poison.is_poison(after)
     world.close()
 
 

@@ -97,6 +97,10 @@ class CudaDevice:
         """See `Device.current_stream`."""
         return CudaStream("current", torch.cuda.current_stream(self.torch_device))
 
+    def capturing(self) -> bool:
+        """See `Device.capturing`."""
+        return torch.cuda.is_current_stream_capturing()
+
     def new_stream(self, name: str) -> CudaStream:
         """See `Device.new_stream`."""
         stream = torch.cuda.Stream(self.torch_device)
