@@ -50,6 +50,8 @@ def submit(dashboard: str, name: str) -> subprocess.CompletedProcess[str]:
 def test_a_submitted_script_reaches_the_tier_and_its_result_comes_back(dashboard: str) -> None:
     sent = submit(dashboard, "jobs")
     assert sent.returncode == 0, sent.stdout + sent.stderr
+    lines = sent.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["cold:", "again:", "job"], "no noise of Ray's"
     cold, again = re.findall(r"^(?:cold|again): (\d+) of \d+ .*: (\[.*\])$", sent.stdout, re.M)
     assert int(cold[0]) == 0
     assert int(again[0]) > 0
