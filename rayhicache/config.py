@@ -135,8 +135,8 @@ class ClusterConfig:
             of them in Ray's books, and the host elsewhere; `cuda` is refused where one is missing.
         gpus_per_worker: the part of one GPU that Ray reserves for a worker on cuda, 0.01 to 1:
             with 0.5 two workers share a GPU. Ray counts it and doesn't limit the memory.
-        copy_table: on every node, the path of a file of `rayhicache bench` that says which way
-            of copying serves which fragment size; empty takes the one that is known for the GPU.
+        copy_table: absolute path, on every node, of a file of `rayhicache bench` that says which
+            way of copying serves which fragment size; empty takes the one known for the GPU.
         arena_root: folder of the arenas on every node, empty for `/dev/shm/rayhicache-<uid>`.
         object_store_bytes: of each local node; the tier's bytes are not in it.
         dashboard: whether a local start has Ray's dashboard, which also takes submitted jobs.

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -20,6 +21,8 @@ from rayhicache.actors.status import ClusterStatus, PoolStatus, SessionStatus, W
 from rayhicache.cli import commands
 from rayhicache.cli.arguments import make_parser
 from rayhicache.cli.showing import show
+from rayhicache.config import ClusterConfig
+from rayhicache.errors import RayNotFound
 from rayhicache.memory.arena import Arena
 
 SECONDS = 90.0
@@ -114,6 +117,26 @@ def test_a_fault_is_three_sentences_on_stderr(
     assert "ray start --head" in remedy
     assert ("`rayhicache up` starts one" in remedy) is (command == "status")
     assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(None, ""), ("own.json", str(Path.cwd() / "own.json"))]
+)
+def test_up_hands_its_devices_on_and_a_path_that_workers_can_use(
+    given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[ClusterConfig] = []
+
+    def launch(config: ClusterConfig) -> NoReturn:
+        asked.append(config)
+        raise RayNotFound(asked="launch", found="a test", remedy="none")
+
+    monkeypatch.setattr("rayhicache.actors.cluster.launch", launch)
+    words = ["--device", "cuda", "--gpus-per-worker", "0.5"]
+    assert cli.main(["up", *words, *(["--copy-table", given] if given else [])]) == 1
+    (config,) = asked
+    assert (config.device, config.gpus_per_worker) == ("cuda", 0.5)
+    assert config.copy_table == expected
 
 
 def test_a_value_out_of_range_is_told_before_anything_starts(

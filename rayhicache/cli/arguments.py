@@ -121,7 +121,7 @@ def _devices(up: argparse.ArgumentParser, defaults: ClusterConfig) -> None:
     )
     up.add_argument(
         "--copy-table",
-        default=defaults.copy_table,
+        type=Path,
         metavar="FILE",
         help="what `rayhicache bench` wrote, at this path on every node; without it the table "
         "that is known for the GPU is taken",

@@ -39,7 +39,8 @@ def up(arguments: argparse.Namespace) -> int:
         workers_per_node=arguments.workers_per_node,
         device=arguments.device,
         gpus_per_worker=arguments.gpus_per_worker,
-        copy_table=arguments.copy_table,
+        # Workers have another working directory than this command.
+        copy_table=str(arguments.copy_table.absolute()) if arguments.copy_table else "",
         arena_root=arguments.arena_root,
         dashboard=True,
     )
