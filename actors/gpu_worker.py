@@ -18,7 +18,7 @@ from rayhicache.actors.messages import PartResult, WorkerReady
 from rayhicache.actors.naming import NAMESPACE, controller_name
 from rayhicache.actors.settings import WorkerSettings
 from rayhicache.core.jobs import Assignment, PartReport
-from rayhicache.errors import PoolUnreachable, RayHiCacheError
+from rayhicache.errors import DeviceFull, PoolUnreachable, RayHiCacheError
 from rayhicache.logs import name_process
 from rayhicache.wire.codec import decode, encode
 
@@ -58,7 +58,7 @@ class GpuWorker:
 
         Raises:
             NoLocalPool, LayoutMismatch, UnknownModel, PoolUnreachable, DeviceNotFound,
-                InvalidConfig: why it isn't.
+                DeviceFull, InvalidConfig: why it isn't.
         """
         if self._engine is None:
             self._engine = self._started()
@@ -121,6 +121,8 @@ class GpuWorker:
             self._engine.close(self._settings.copy_seconds)
 
     def _started(self) -> TransformersEngine:
+        import torch
+
         from rayhicache.device.limits import CopyLimits
         from rayhicache.device.opening import describe
         from rayhicache.engines.transformers_engine import TransformersEngine
@@ -148,6 +150,15 @@ class GpuWorker:
         except RayHiCacheError:
             device.close()
             raise
+        except torch.OutOfMemoryError as fault:
+            device.close()
+            raise DeviceFull(
+                asked=f"put model {settings.engine.model!r} and {settings.engine.num_blocks} "
+                f"blocks of {settings.page_tokens} tokens on {self._device_name}",
+                found=str(fault).splitlines()[0],
+                remedy="choose fewer num_blocks or a smaller model, or let fewer workers share a "
+                "GPU (gpus_per_worker)",
+            ) from fault
 
     def _device(self) -> Device:
         """Where the engine's pools are; the engine closes it."""

@@ -120,6 +120,10 @@ class DeviceNotFound(RayHiCacheError):
     """There is no such device, or its driver can't be used."""
 
 
+class DeviceFull(RayHiCacheError):
+    """The device has too little memory for a model and its pools."""
+
+
 class UnboundRead(RayHiCacheError):
     """A pool was read or written outside `with pools.reading(...)`."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -37,7 +38,8 @@ def _count() -> int:
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        return 0
+        # Some containers have the GPUs without that library.
+        return len(list(Path("/dev").glob("nvidia[0-9]*")))
     if library.nvmlInit_v2():
         return 0
     count = ctypes.c_uint()
