@@ -38,12 +38,14 @@ class BatchLimits:
         rows_max: requests that hold device blocks at once, and the most in one decode.
         prefill_rows: requests whose chunks one forward may take. With one a prompt's state
             doesn't depend on which others are there; with more, equal batches give equal bits.
+        store_pages: pages of one store; those of a long prompt begin while it is prefilled.
         copy_seconds: how long a failed load may hold the blocks that are to be computed anew.
     """
 
     chunk_tokens: int
     rows_max: int = 64
     prefill_rows: int = 1
+    store_pages: int = 256
     copy_seconds: float = 60.0
 
 
@@ -177,7 +179,7 @@ class Batch:
                 raise
             log.warning("request %s is computed, not restored: %s", run.request.id, fault)
             return
-        run.computed = run.restored = tokens
+        run.computed = run.restored = run.stored = tokens
         run.pulled = found.pulled_tokens
 
     # ── forwards ────────────────────────────────────────────────────────────────────────────
@@ -202,6 +204,8 @@ class Batch:
             run.computed = row.stop
             if row.stop == len(run.prompt.tokens):
                 ending.append(at)
+            elif row.stop - run.stored >= self._limits.store_pages * self._page:
+                self._store(run)
         if ending:
             # Chunks that don't end a prompt need no token, and the host needn't wait for them.
             tokens = logits[ending, -1].argmax(dim=-1).tolist()
@@ -268,19 +272,21 @@ class Batch:
             self._give_back(run)
 
     def _store(self, run: Run) -> None:
-        """Start storing the whole pages that prefill has made."""
-        stop = len(run.prompt.tokens) // self._page * self._page
-        if stop <= run.restored:
-            return
-        blocks = run.blocks[run.restored // self._page : stop // self._page]
-        try:
-            ticket = self._client.store(
-                run.request.id, run.prompt, blocks, start=run.restored, stop=stop
-            )
-        except QueueFull as fault:
-            log.warning("the pages of request %s aren't stored: %s", run.request.id, fault)
-            return
-        self._room.add_store(ticket)
+        """Start storing the whole pages that prefill has made and that aren't stored yet."""
+        page, most = self._page, self._limits.store_pages * self._page
+        end = run.computed // page * page
+        for start in range(run.stored, end, most):
+            stop = min(start + most, end)
+            blocks = run.blocks[start // page : stop // page]
+            try:
+                ticket = self._client.store(
+                    run.request.id, run.prompt, blocks, start=start, stop=stop
+                )
+            except QueueFull as fault:
+                log.warning("pages of request %s aren't stored: %s", run.request.id, fault)
+                continue
+            self._room.add_store(ticket)
+        run.stored = max(run.stored, end)
 
     # ── ends ────────────────────────────────────────────────────────────────────────────────
 
@@ -295,7 +301,7 @@ class Batch:
         for run in lost:
             assert run.ticket is not None
             log.warning("request %s is recomputed: %s", run.request.id, fault)
-            run.computed = run.restored = 0
+            run.computed = run.restored = run.stored = 0
             # The blocks can be written once the ticket has let go of them.
             in_time = self._limits.copy_seconds if isinstance(fault, LoadFailed) else 0
             if run.ticket.result(in_time) is None:

@@ -71,6 +71,7 @@ class Run:
         computed: leading tokens of the prompt whose state is there, or is being loaded.
         restored: how many of them the tier had.
         pulled: how many of those came from another node.
+        stored: leading tokens that the tier has, or is being given.
         answer: the tokens so far.
         begun: when it was submitted, on the clock of `time.perf_counter`.
         fault: why it ended without a whole answer.
@@ -83,6 +84,7 @@ class Run:
     computed: int = 0
     restored: int = 0
     pulled: int = 0
+    stored: int = 0
     answer: list[int] = field(default_factory=list)
     fault: RayHiCacheError | None = None
     begun: float

@@ -1,9 +1,11 @@
-"""The way to an owner that lives in the same process."""
+"""An owner that lives in the same process, and the way to it."""
 
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from rayhicache.core.hits import Hit
 from rayhicache.core.keys import PageKey
@@ -11,11 +13,35 @@ from rayhicache.core.layout import RecordLayout
 from rayhicache.core.outcomes import Reserved
 from rayhicache.core.slots import SlotRef
 from rayhicache.errors import PoolUnreachable, SessionEnded, TierClosed
+from rayhicache.memory.arena import Arena
 from rayhicache.memory.open_leases import OpenLeases
 from rayhicache.memory.owner import ArenaOwner
 from rayhicache.memory.port import Attachment, OpenSlots
 from rayhicache.memory.process import this_process
 from rayhicache.memory.sessions import LIFE_BITS
+
+ARENA_BYTES = 32 << 20
+
+
+@contextlib.contextmanager
+def arena_owner(
+    capacity_bytes: int = ARENA_BYTES, *, folder: str | None = None
+) -> Iterator[ArenaOwner]:
+    """The owner of an arena of its own in this process; both are gone afterwards.
+
+    Args:
+        folder: that exists, on tmpfs where copies have to be fast; None for the system's
+            temporary one.
+
+    Raises:
+        ArenaTooLarge: it doesn't fit.
+    """
+    with tempfile.TemporaryDirectory(prefix="rhc-", dir=folder) as own:
+        owner = ArenaOwner(Arena.create_or_adopt(Path(own), "local", "here", capacity_bytes))
+        try:
+            yield owner
+        finally:
+            owner.close(unlink=True)
 
 
 class LocalPort:

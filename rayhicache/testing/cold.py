@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from rayhicache.config import EngineSpec
 from rayhicache.core.hits import MISS, Hit
@@ -13,11 +11,7 @@ from rayhicache.core.keys import PageKey
 from rayhicache.core.outcomes import Reserved
 from rayhicache.device.protocols import Device
 from rayhicache.engines.transformers_engine import TransformersEngine
-from rayhicache.memory.arena import Arena
-from rayhicache.memory.local import LocalPort
-from rayhicache.memory.owner import ArenaOwner
-
-ARENA_BYTES = 32 << 20
+from rayhicache.memory.local import LocalPort, arena_owner
 
 
 class EmptyPort(LocalPort):
@@ -32,21 +26,6 @@ class EmptyPort(LocalPort):
     ) -> Reserved | None:
         """See `Port.reserve`; there is never room."""
         return None
-
-
-@contextlib.contextmanager
-def arena_owner(capacity_bytes: int = ARENA_BYTES) -> Iterator[ArenaOwner]:
-    """The owner of an arena of its own in this process; both are gone afterwards.
-
-    Raises:
-        ArenaTooLarge: it doesn't fit.
-    """
-    with tempfile.TemporaryDirectory(prefix="rhc-") as folder:
-        owner = ArenaOwner(Arena.create_or_adopt(Path(folder), "local", "here", capacity_bytes))
-        try:
-            yield owner
-        finally:
-            owner.close(unlink=True)
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from rayhicache.config import EngineSpec
 from rayhicache.device.cpu import CpuDevice
-from rayhicache.memory.local import LocalPort
-from rayhicache.testing.cold import arena_owner, local_engine
+from rayhicache.memory.local import LocalPort, arena_owner
+from rayhicache.testing.cold import local_engine
 from rayhicache.testing.faults import HoldingDevice, ungated
 
 LATE_SECONDS = 30.0
