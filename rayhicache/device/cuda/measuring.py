@@ -26,7 +26,7 @@ MOVE_BYTES = 256 << 20
 KIB = 1 << 10
 SIZES = tuple(kib * KIB for kib in (4, 8, 16, 24, 32, 48, 64, 128, 256))
 KERNEL_SHARES = (0.0, 0.2, 0.4, 0.6, 1.0)
-BLOCKS_ALONE, BLOCKS_BESIDE = (4, 8, 16, 32), (3, 5, 8)
+BLOCKS = (4, 8, 16, 32)
 PRODUCT = (1536, 2816, 8192)  # of all that were tried, the one that copies slow down the most
 PRODUCT_SECONDS = 0.05
 RUNS = 5
@@ -62,9 +62,9 @@ class Bench:
         """All points, and the table that they make."""
         blocks = CopyChoice()
         if self._has_kernel:
-            more = [replace(blocks, blocks_alone=number) for number in BLOCKS_ALONE]
+            more = [replace(blocks, blocks_alone=number) for number in BLOCKS]
             blocks = self._best_of(Direction.LOAD, 8 * KIB, 1.0, more)
-            more = [replace(blocks, blocks_beside=number) for number in BLOCKS_BESIDE]
+            more = [replace(blocks, blocks_beside=number) for number in BLOCKS]
             blocks = self._best_of(Direction.STORE, 32 * KIB, 0.4, more)
         points = []
         for nbytes in SIZES:
