@@ -37,15 +37,13 @@ class Bench:
 
     Args:
         index: of the GPU.
-        tell: told each point as it is measured.
 
     Raises:
         DeviceNotFound: no such GPU.
     """
 
-    def __init__(self, index: int = 0, *, tell: Callable[[Point], object] | None = None) -> None:
+    def __init__(self, index: int = 0) -> None:
         self._index = index
-        self._tell = tell or (lambda point: None)
         self._device = CudaDevice(index, choice=CopyChoice(load=(), store=()))
         torch.cuda.set_device(index)
         self._devices: dict[CopyChoice, CudaDevice] = {}
@@ -66,13 +64,15 @@ class Bench:
             blocks = self._best_of(Direction.LOAD, 8 * KIB, 1.0, more)
             more = [replace(blocks, blocks_beside=number) for number in BLOCKS]
             blocks = self._best_of(Direction.STORE, 32 * KIB, 0.4, more)
-        points = []
+        shares = KERNEL_SHARES if self._has_kernel else (0.0,)
+        points: list[Point] = []
         for nbytes in SIZES:
             rig = _Rig(self._device, nbytes)
-            for direction in Direction:
-                for share in KERNEL_SHARES if self._has_kernel else (0.0,):
-                    points.append(self._point(rig, direction, share, blocks))
-                    self._tell(points[-1])
+            points += [
+                self._point(rig, direction, share, blocks)
+                for direction in Direction
+                for share in shares
+            ]
         made = choice_of(
             points, blocks_beside=blocks.blocks_beside, blocks_alone=blocks.blocks_alone
         )
@@ -81,8 +81,8 @@ class Bench:
     def close(self) -> None:
         """Let the GPU go."""
         torch.cuda.synchronize(self._device.torch_device)
-        for device in (self._device, *self._devices.values()):
-            device.close()
+        self._close_devices()
+        self._device.close()
 
     def _best_of(
         self, direction: Direction, nbytes: int, share: float, choices: Sequence[CopyChoice]
@@ -90,6 +90,7 @@ class Bench:
         """The one with the shortest forward; of those alike the first."""
         rig = _Rig(self._device, nbytes)
         points = [self._point(rig, direction, share, choice) for choice in choices]
+        self._close_devices()
         return choices[points.index(best(points))]
 
     def _point(self, rig: _Rig, direction: Direction, share: float, blocks: CopyChoice) -> Point:
@@ -115,6 +116,11 @@ class Bench:
         if choice not in self._devices:
             self._devices[choice] = CudaDevice(self._index, choice=choice)
         return self._devices[choice]
+
+    def _close_devices(self) -> None:
+        """Give back what the devices of choices took of the GPU's memory."""
+        while self._devices:
+            self._devices.popitem()[1].close()
 
     def _beside(self, lane: _Lane) -> float:
         """Time of one product while another thread moves all the time."""
