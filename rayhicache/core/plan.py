@@ -103,6 +103,8 @@ def check_plan(plan: TransferPlan, layout: RecordLayout, limits: Mapping[str, Li
     Raises:
         InvalidPlan: with pool, index and limit.
     """
+    # Pools that share a block table share the very tuples: each is looked through once.
+    known: set[tuple[int, int, int]] = set()
     for transfer in transfers_of(plan, layout):
         host, device = transfer.host_indices, transfer.device_indices
         assert host is not None
@@ -114,8 +116,14 @@ def check_plan(plan: TransferPlan, layout: RecordLayout, limits: Mapping[str, Li
                 f"pool {transfer.pool!r} has {len(host)} host and {len(device)} device indices",
                 "pair them one to one",
             )
-        _check_range(plan, transfer.pool, "host", host, bound.first_host, bound.host)
-        _check_range(plan, transfer.pool, "device", device, 0, bound.device)
+        sides = (
+            ("host", host, bound.first_host, bound.host),
+            ("device", device, 0, bound.device),
+        )
+        for side, indices, low, high in sides:
+            if (id(indices), low, high) not in known:
+                _check_range(plan, transfer.pool, side, indices, low, high)
+                known.add((id(indices), low, high))
 
 
 def _check_range(
@@ -143,6 +151,9 @@ def merge_plans(plans: Sequence[TransferPlan], layout: RecordLayout) -> tuple[Po
     Raises:
         InvalidPlan: as `transfers_of`.
     """
+    if len(plans) == 1:
+        named = {transfer.pool: transfer for transfer in transfers_of(plans[0], layout)}
+        return tuple(named[pool.name] for pool in layout.pools if pool.name in named)
     host: dict[str, list[int]] = {}
     device: dict[str, list[int]] = {}
     for plan in plans:
@@ -181,24 +192,28 @@ def plan_pages(
         InvalidPlan: more blocks than the pages have, or a pool without blocks.
     """
     transfers = []
+    # Pools whose block is a page share the slots, and those of one block table their blocks.
+    whole = tuple(slots)
+    tables = {id(table): tuple(table) for table in blocks.values()}
     for pool in layout.pools_of(group):
         per_page = layout.page_tokens // pool.block_tokens
         skip_blocks = skip_tokens // pool.block_tokens
         have = len(slots) * per_page - skip_blocks
-        device = tuple(blocks.get(pool.name, ()))
+        device = tables[id(blocks[pool.name])] if pool.name in blocks else ()
         if pool.name not in blocks or len(device) > have:
             raise InvalidPlan(
                 asked=f"plan {len(slots)} pages of group {group!r}",
                 found=f"pool {pool.name!r} has {len(device)} device blocks for {have}",
                 remedy=f"pass at most {per_page} blocks a page for each pool of the group",
             )
-        host = [
-            slots[(skip_blocks + at) // per_page] * per_page + (skip_blocks + at) % per_page
-            for at in range(len(device))
-        ]
-        transfers.append(
-            PoolTransfer(pool=pool.name, host_indices=tuple(host), device_indices=device)
-        )
+        if per_page == 1 and len(device) == len(whole):
+            host = whole
+        else:
+            host = tuple(
+                slots[(skip_blocks + at) // per_page] * per_page + (skip_blocks + at) % per_page
+                for at in range(len(device))
+            )
+        transfers.append(PoolTransfer(pool=pool.name, host_indices=host, device_indices=device))
     main, *others = transfers
     return TransferPlan(
         group=group,

@@ -187,14 +187,13 @@ class Copier:
             raise
         fences = list(after)
         if self._allocator is not None:
-            owned = frozenset().union(*ticket.blocks.values())
-            self._allocator.hold(owned)
+            self._allocator.hold(ticket.all_blocks)
             if direction is Direction.LOAD:
-                fences += self._allocator.fences(owned)
+                fences += self._allocator.fences(ticket.all_blocks)
         lane.put(Job(ticket=ticket, plans=plans, fences=tuple(fences)))
         return ticket
 
     def _retire(self, ticket: Ticket, *, failed: bool) -> None:
         self._gate.close(ticket, failed=failed)
         if self._allocator is not None:
-            self._allocator.unhold(frozenset().union(*ticket.blocks.values()))
+            self._allocator.unhold(ticket.all_blocks)

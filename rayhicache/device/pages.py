@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rayhicache.device.protocols import Device, Event
 from rayhicache.errors import DoubleFree
@@ -22,7 +22,7 @@ class PageAllocator:
         self._lock = threading.Lock()
         self._free = list(range(num_blocks - 1, -1, -1))
         self._used: set[int] = set()
-        self._held: dict[int, int] = {}
+        self._holds: list[frozenset[int]] = []
         self._freed_while_held: set[int] = set()
         self._fences: dict[int, Event] = {}
 
@@ -54,42 +54,36 @@ class PageAllocator:
                 )
             for block in blocks:
                 self._fences[block] = event
-                if self._held.get(block):
+                if any(block in hold for hold in self._holds):
                     self._freed_while_held.add(block)
                 else:
                     self._used.remove(block)
                     self._free.append(block)
 
-    def hold(self, blocks: Iterable[int]) -> None:
+    def hold(self, blocks: frozenset[int]) -> None:
         """A ticket owns these blocks until `unhold`."""
         with self._lock:
-            for block in blocks:
-                self._held[block] = self._held.get(block, 0) + 1
+            self._holds.append(blocks)
 
-    def unhold(self, blocks: Iterable[int]) -> None:
+    def unhold(self, blocks: frozenset[int]) -> None:
         """The ticket has closed; blocks that were freed meanwhile become reusable."""
         with self._lock:
-            for block in blocks:
-                self._held[block] -= 1
-                if self._held[block]:
-                    continue
-                del self._held[block]
-                if block in self._freed_while_held:
-                    self._freed_while_held.remove(block)
-                    self._used.remove(block)
-                    self._free.append(block)
+            self._holds.remove(blocks)
+            if self._freed_while_held:
+                done = (self._freed_while_held & blocks).difference(*self._holds)
+                self._freed_while_held -= done
+                self._used -= done
+                self._free.extend(sorted(done))
 
-    def fences(self, blocks: Iterable[int]) -> list[Event]:
+    def fences(self, blocks: frozenset[int]) -> list[Event]:
         """The distinct events that a load into these blocks must wait for.
 
         Not the whole running forward: only the work that may still use these very blocks.
         """
         with self._lock:
             found: dict[int, Event] = {}
-            for block in blocks:
-                event = self._fences.get(block)
-                if event is None:
-                    continue
+            for block in self._fences.keys() & blocks:
+                event = self._fences[block]
                 if event.query():
                     del self._fences[block]
                 else:
@@ -104,7 +98,7 @@ class PageAllocator:
     def num_held(self) -> int:
         """Blocks that open tickets own."""
         with self._lock:
-            return len(self._held)
+            return len(frozenset[int]().union(*self._holds))
 
     def check(self) -> None:
         """Assert conservation: each block is free or used, once."""
@@ -113,4 +107,4 @@ class PageAllocator:
             assert set(self._free).isdisjoint(self._used)
             assert len(self._free) + len(self._used) == self.num_blocks
             assert self._freed_while_held <= self._used
-            assert all(count > 0 for count in self._held.values())
+            assert self._freed_while_held <= frozenset[int]().union(*self._holds)

@@ -64,13 +64,13 @@ class StagedPlan:
     entry: RingEntry
     events: EventBorrower
 
-    def layers(self) -> list[tuple[int, tuple[StagedTransfer, ...]]]:
+    def layers(self) -> list[tuple[int, list[StagedTransfer]]]:
         """The layers that move, in the order of the forward, each with its transfers."""
-        layout = self.space.layout
-        ids = sorted({i for t in self.transfers for i in layout.pool(t.pool).layer_ids})
-        return [
-            (i, tuple(t for t in self.transfers if i in layout.pool(t.pool).layer_ids)) for i in ids
-        ]
+        found: dict[int, list[StagedTransfer]] = {}
+        for transfer in self.transfers:
+            for layer_id in self.space.layout.pool(transfer.pool).layer_ids:
+                found.setdefault(layer_id, []).append(transfer)
+        return sorted(found.items())
 
 
 class EventBorrower:
@@ -187,23 +187,28 @@ class Staging:
         self._timeout = timeout
 
     def move_indices(
-        self, host_indices: Indices, device_indices: Indices, memory: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Move one pair of index lists to where copies read them.
+        self, pairs: Sequence[tuple[Indices, Indices]], memory: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Move pairs of host and device indices to where copies read them, all in one upload.
 
         Args:
-            memory: `int64[2n], pinned`; unchanged until the work that reads them is done.
+            memory: `int64[2n], pinned` for n pairs of indices in all; unchanged until the work
+                that reads them is done.
 
         Returns:
-            `int64[n]` twice, valid for work enqueued on the stream after this call.
+            Per pair `int64[its n]` twice, parts of one tensor; valid for work enqueued on the
+            stream after this call.
         """
-        count = len(host_indices)
-        if count:
-            packed = array("q", (*host_indices, *device_indices))
+        packed = array("q")
+        for pair in pairs:
+            for indices in pair:
+                packed.extend(indices)
+        if packed:
             memory.copy_(torch.frombuffer(packed, dtype=torch.int64))
-        host = self._device.upload(memory[:count], self._stream)
-        device = self._device.upload(memory[count:], self._stream)
-        return host, device
+        moved = self._device.upload(memory, self._stream)
+        counts = [len(indices) for pair in pairs for indices in pair]
+        runs = iter(torch.split(moved, counts))
+        return [(host, device) for host, device in zip(runs, runs, strict=True)]
 
     def move_hybrid_indices(
         self, plans: Sequence[TransferPlan], direction: Direction
@@ -224,23 +229,22 @@ class Staging:
             return None
         # One run of the ring for all pools: a plan never waits for room that it holds itself,
         # and one that finds no room leaves nothing behind.
-        counts = [len(transfer.host_indices or ()) for transfer in merged]
+        pairs = [(t.host_indices or (), t.device_indices or ()) for t in merged]
+        counts = [len(host) for host, _ in pairs]
         entry = self._ring.take(2 * sum(counts), self._timeout)
         runs = torch.split(entry.memory, [2 * count for count in counts])
-        staged = []
-        for transfer, count, run in zip(merged, counts, runs, strict=True):
-            assert transfer.host_indices is not None
-            assert transfer.device_indices is not None
-            host, device = self.move_indices(transfer.host_indices, transfer.device_indices, run)
-            staged.append(
-                StagedTransfer(
-                    pool=transfer.pool,
-                    host_indices=host,
-                    device_indices=device,
-                    pinned=run,
-                    count=count,
-                )
+        staged = [
+            StagedTransfer(
+                pool=transfer.pool,
+                host_indices=host,
+                device_indices=device,
+                pinned=run,
+                count=count,
             )
+            for transfer, count, run, (host, device) in zip(
+                merged, counts, runs, self.move_indices(pairs, entry.memory), strict=True
+            )
+        ]
         return StagedPlan(
             direction=direction,
             space=self._space,

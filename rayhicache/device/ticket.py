@@ -45,6 +45,7 @@ class Ticket:
         direction: LOAD or STORE.
         requests: ids of the requests that it serves.
         blocks: per pool, the device blocks that it owns.
+        all_blocks: those of all pools.
         counter: gates the readers of a load.
         fault: what was raised while it was enqueued, if anything was.
     """
@@ -61,7 +62,7 @@ class Ticket:
         self.id = id
         self.direction = direction
         self.requests = requests
-        self.blocks = {pool: frozenset(indices) for pool, indices in blocks.items()}
+        self.blocks, self.all_blocks = _sets(blocks)
         self.counter = counter
         self.fault: BaseException | None = None
         self._state = TicketState.OPEN
@@ -149,3 +150,10 @@ class Ticket:
 
     def _closed(self) -> bool:
         return self._state in (TicketState.DONE, TicketState.FAILED)
+
+
+def _sets(blocks: Mapping[str, Indices]) -> tuple[dict[str, frozenset[int]], frozenset[int]]:
+    """Per pool its blocks, and those of all; pools that share a block table share the set."""
+    sets = {id(indices): frozenset(indices) for indices in blocks.values()}
+    first, *others = sets.values() or [frozenset[int]()]
+    return {pool: sets[id(indices)] for pool, indices in blocks.items()}, first.union(*others)

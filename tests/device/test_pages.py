@@ -44,14 +44,14 @@ def test_a_double_free_names_the_block_and_frees_nothing(wrong: list[int]) -> No
 def test_a_held_block_is_freed_once_and_given_out_when_the_last_ticket_closes() -> None:
     pages = allocator(1)
     pages.allocate(1)
-    pages.hold([0])
-    pages.hold([0])
+    pages.hold(frozenset({0}))
+    pages.hold(frozenset({0}))
     pages.free([0])
     with pytest.raises(DoubleFree):
         pages.free([0])
-    pages.unhold([0])
+    pages.unhold(frozenset({0}))
     assert pages.allocate(1) is None
-    pages.unhold([0])
+    pages.unhold(frozenset({0}))
     assert pages.allocate(1) == [0]
     pages.check()
 
@@ -65,12 +65,12 @@ def test_one_fence_for_all_blocks_freed_together_and_none_once_it_has_passed() -
     with device.use(compute):
         pages.free([0, 1, 2])
         pages.free([3])
-    assert len(pages.fences([0, 1, 2])) == 1
-    assert len(pages.fences([0, 3])) == 2
-    assert pages.fences([5]) == []
+    assert len(pages.fences(frozenset({0, 1, 2}))) == 1
+    assert len(pages.fences(frozenset({0, 3}))) == 2
+    assert pages.fences(frozenset({5})) == []
     compute.resume()
     assert compute.synchronize(SECONDS)
-    assert pages.fences(range(8)) == []
+    assert pages.fences(frozenset(range(8))) == []
     device.close()
 
 
@@ -110,7 +110,7 @@ class PagesMachine(RuleBasedStateMachine):
         self.pages = allocator(6)
         self.used: set[int] = set()
         self.freed: set[int] = set()
-        self.tickets: list[list[int]] = []
+        self.tickets: list[frozenset[int]] = []
 
     @rule(count=st.integers(0, 7))
     def allocate(self, count: int) -> None:
@@ -124,8 +124,8 @@ class PagesMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def hold(self, data: st.DataObject) -> None:
         chosen = data.draw(st.lists(st.sampled_from(sorted(self.used)), min_size=1, unique=True))
-        self.pages.hold(chosen)
-        self.tickets.append(chosen)
+        self.pages.hold(frozenset(chosen))
+        self.tickets.append(frozenset(chosen))
 
     @rule(blocks=st.lists(st.integers(0, 6), max_size=3))
     def free(self, blocks: list[int]) -> None:

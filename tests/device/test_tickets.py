@@ -88,7 +88,7 @@ def test_a_cancel_at_any_stage_gives_every_block_back(direction: Direction, stag
         barrier.open.set()
     else:
         barrier.open.set()
-        assert stream.wait_pending(2 * 17)
+        assert stream.wait_pending(2 * 14)
         if stage == "closed":
             stream.resume()
             assert outcome_of(ticket).done
@@ -245,7 +245,7 @@ def test_close_drains_what_has_started_and_refuses_more() -> None:
     blocks = world.take(8)
     world.loads.pause()
     ticket = world.load(blocks[:4], [0])
-    assert world.loads.wait_pending(17)
+    assert world.loads.wait_pending(14)
     assert not world.copier.close(0.05)
     assert ticket.result(0) is None
     world.loads.resume()
