@@ -25,7 +25,7 @@ from rayhicache.testing.faults import FailingDevice, HoldingDevice
 from runs import PAGE, SECONDS, VOCAB, Reader, Run, local_engine, prompt
 
 NEW = 6
-LENGTHS = (5 * PAGE + 10, 3 * PAGE, PAGE + 1, 2 * PAGE + 30)
+LENGTHS = (5 * PAGE + 10, 2 * PAGE + 50, PAGE + 1, 2 * PAGE + 30)
 PAGES_STORED = (3, 2, 0, 1)
 MODELS = ("glm-dsa-tiny", "llama-tiny")
 
