@@ -227,7 +227,10 @@ class Batch:
             logits = self._forward(runs, rows)
         except LoadFailed as fault:
             # Its prefix had landed when it was prefilled: the copy stream itself broke since.
-            for run in _loaded_by(runs, fault):
+            lost = _loaded_by(runs, fault)
+            if not lost:
+                raise
+            for run in lost:
                 self._end(run, fault)
             return
         for run, token in zip(runs, logits[:, -1].argmax(dim=-1).tolist(), strict=True):
