@@ -7,6 +7,7 @@ import os
 import secrets
 import statistics
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from rayhicache.core.layout import ComponentSpec, PoolSpec, RecordLayout
 from rayhicache.core.plan import TransferPlan, plan_pages
 from rayhicache.core.slots import Region
 from rayhicache.device.cuda.device import CudaDevice
-from rayhicache.device.cuda.stream import CudaStream
+from rayhicache.device.cuda.stream import CudaEvent, CudaStream
 from rayhicache.device.protocols import Direction
 from rayhicache.device.space import HostRegion, PoolMemory, TransferSpace
 from rayhicache.device.staging import StagedPlan, Staging
@@ -52,7 +53,7 @@ class Rig:
         )
         self.layout = RecordLayout(page_tokens=64, pools=specs)
         record_bytes = self.layout.shape().nbytes
-        self.host = _tmpfs(PAGES * record_bytes)
+        self.host = tmpfs(PAGES * record_bytes)
         self.host[: 1 << 20].random_(0, 256)
         device.map_host(self.host, record_bytes)
         assert device.wait_mapped(self.host), "the driver refused to register the arena"
@@ -120,22 +121,77 @@ class Lane:
         """One move of all pages, until the last byte is there."""
         staged = self.enqueue()
         self.stream.stream.synchronize()
+        self.retire(staged)
+
+    def retire(self, staged: StagedPlan) -> None:
+        """The move has passed."""
         self._staging.retire(staged)
 
 
-def link_seconds_per_byte(direction: Direction, nbytes: int = 2 << 30) -> float:
-    """The limit: one contiguous copy between pinned memory and the device."""
-    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-    target, source = (device, host) if direction is Direction.LOAD else (host, device)
-    times = []
-    for _ in range(6):
+class Link:
+    """The limit: contiguous copies between registered memory of a tmpfs file and the device."""
+
+    def __init__(self, nbytes: int = 2 << 30) -> None:
+        self._nbytes = nbytes
+        self._runtime = torch.cuda.cudart()
+        self._hosts = {way: tmpfs(nbytes) for way in Direction}
+        self._devices = {
+            way: torch.empty(nbytes, dtype=torch.uint8, device="cuda") for way in Direction
+        }
+        self._streams = {way: torch.cuda.Stream() for way in Direction}
+        # In one piece: a single copy mustn't span several registrations.
+        for host in self._hosts.values():
+            assert not int(self._runtime.cudaHostRegister(host.data_ptr(), nbytes, 1))
+
+    def seconds_per_byte(self, way: Direction) -> float:
+        """Of one copy, alone; the best of six."""
+        times = []
+        for _ in range(6):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            self._copy(way)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        return min(times) / self._nbytes
+
+    def both(self, rounds: int = 6) -> dict[Direction, float]:
+        """Bytes a second of each way while the other runs as well."""
+        spent: dict[Direction, float] = {}
+        ready = threading.Barrier(2)
+
+        def run(way: Direction) -> None:
+            ready.wait()
+            start = time.perf_counter()
+            for _ in range(rounds):
+                self._copy(way)
+            self._streams[way].synchronize()
+            spent[way] = time.perf_counter() - start
+
+        threads = [threading.Thread(target=run, args=(way,)) for way in Direction]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return {way: rounds * self._nbytes / spent[way] for way in Direction}
+
+    def copy(self, way: Direction) -> None:
+        """One copy, until the last byte is there; the host asks now and then."""
+        event = CudaEvent()
+        self._copy(way)
+        event.event.record(self._streams[way])
+        event.synchronize(None)
+
+    def _copy(self, way: Direction) -> None:
+        sides = (self._devices[way], self._hosts[way])
+        target, source = sides if way is Direction.LOAD else reversed(sides)
+        with torch.cuda.stream(self._streams[way]):
+            target.copy_(source, non_blocking=True)
+
+    def close(self) -> None:
+        """Unregister the memory."""
         torch.cuda.synchronize()
-        start = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times) / nbytes
+        for host in self._hosts.values():
+            self._runtime.cudaHostUnregister(host.data_ptr())
 
 
 def hardware() -> tuple[str, str]:
@@ -145,7 +201,7 @@ def hardware() -> tuple[str, str]:
     return torch.cuda.get_device_name(), told.splitlines()[0].strip()
 
 
-def _tmpfs(nbytes: int) -> torch.Tensor:
+def tmpfs(nbytes: int) -> torch.Tensor:
     """Resident memory of a file in /dev/shm, which is gone with the tensor."""
     path = Path(f"/dev/shm/rhc-bench-{secrets.token_hex(4)}")
     fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)

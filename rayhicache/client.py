@@ -178,15 +178,15 @@ class TierClient:
         hit = self._held(
             self._ask("lookup", lambda: self._port.lookup(keys), MISS) if keys else MISS
         )
-        lengths = tuple(
-            dict.fromkeys(
-                tokens
-                for pages in hit.lengths
-                if (tokens := min(pages * page, usable // block * block))
-            )
-        )
+        lengths = [pages * page for pages in hit.lengths]
+        if lengths:  # the last page may be cut, to nothing or to where the engine's blocks end
+            last = min(lengths.pop(), usable // block * block)
+            lengths += [last] if last > (lengths[-1] if lengths else 0) else []
         return Found(
-            prompt=prompt, hit=hit, lengths=lengths, pulled_tokens=min(hit.pulled, hit.best) * page
+            prompt=prompt,
+            hit=hit,
+            lengths=tuple(lengths),
+            pulled_tokens=min(hit.pulled, hit.best) * page,
         )
 
     def release(self, found: Found) -> None:
@@ -208,12 +208,12 @@ class TierClient:
         """
         plans = [LoadRequest(id=r.id, plan=self._load_plan(r)) for r in requests]
         leases = [r.found.hit.lease.id for r in requests if r.found.hit.lease is not None]
-        keys = [key for r in requests for key in r.found.prompt.keys[: r.found.hit.best]]
 
         def closed(outcome: Outcome) -> None:
             for lease in leases:
                 self._release(lease)
             if not outcome.done and outcome.cause != "cancelled":
+                keys = [key for r in requests for key in r.found.prompt.keys[: r.found.hit.best]]
                 self._ask("doubt", lambda: self._port.doubt(keys), None)
 
         return self._copier.start_loading(plans, prepare=lambda ticket: ticket.on_close(closed))

@@ -37,10 +37,11 @@ class LayerTransferCounter:
     ) -> None:
         self._device = device
         self._pending = {(layer_id, pool) for pool, ids in expected.items() for layer_id in ids}
-        self._pools = {
-            layer_id: tuple(p for p in expected if layer_id in expected[p])
-            for layer_id in sorted({layer_id for layer_id, _ in self._pending})
-        }
+        pools: dict[int, tuple[str, ...]] = {}
+        for pool, ids in expected.items():
+            for layer_id in ids:
+                pools[layer_id] = (*pools.get(layer_id, ()), pool)
+        self._pools = dict(sorted(pools.items()))
         self._recorded: dict[tuple[int, str], tuple[Event, ...]] = {}
         self._requests = tuple(requests)
         self._ticket = ticket

@@ -97,6 +97,7 @@ class DevicePool:
         self.__memory = tuple(
             device.empty((*shape, part.block_bytes), torch.uint8) for part in self._components
         )
+        self.__views: dict[tuple[int, int], torch.Tensor] = {}
         self.spec = PoolSpec(
             name=name,
             layer_ids=tuple(layer_ids),
@@ -126,9 +127,9 @@ class DevicePool:
             UnknownLayer: the pool doesn't have the layer.
             LoadFailed, GateTimeout: as `LayerTransferCounter.wait_until`.
         """
-        position = self._position(layer_id)
+        typed = self._typed(layer_id, component)
         current_binding(self.name).wait(layer_id, self.name)
-        return self._typed(position, component)
+        return typed
 
     @metadata
     def parts(self) -> tuple[DevicePool, ...]:
@@ -137,30 +138,33 @@ class DevicePool:
 
     def _writable(self, layer_id: int, component: int = 0) -> torch.Tensor:
         """As `layer`, for writers: doesn't wait for loads, whose blocks can't be written."""
-        position = self._position(layer_id)
+        typed = self._typed(layer_id, component)
         current_binding(self.name).check_write(self.name)
-        return self._typed(position, component)
+        return typed
 
     def _memory_for_copies(self) -> PoolMemory:
         """The internal door to the raw bytes, for the copier alone."""
         return PoolMemory(spec=self.spec, components=self.__memory, num_blocks=self.num_blocks)
 
-    def _position(self, layer_id: int) -> int:
-        position = self._positions.get(layer_id)
-        if position is None:
-            raise UnknownLayer(
-                asked=f"layer {layer_id} of pool {self.name!r}",
-                found=f"it has layers {tuple(self._positions)}",
-                remedy="use the model's global layer ids",
-            )
-        return position
-
-    def _typed(self, position: int, component: int) -> torch.Tensor:
-        part = self._components[component]
-        rows = self.__memory[component][position]
-        if not part.block_bytes:
-            return torch.empty((self.num_blocks, *part.shape), dtype=part.dtype, device=rows.device)
-        return rows.view(part.dtype).view(self.num_blocks, *part.shape)
+    def _typed(self, layer_id: int, component: int) -> torch.Tensor:
+        """A view of one component of a layer; made once, since a forward asks for hundreds."""
+        view = self.__views.get((layer_id, component))
+        if view is None:
+            position = self._positions.get(layer_id)
+            if position is None:
+                raise UnknownLayer(
+                    asked=f"layer {layer_id} of pool {self.name!r}",
+                    found=f"it has layers {tuple(self._positions)}",
+                    remedy="use the model's global layer ids",
+                )
+            part = self._components[component]
+            rows, shape = self.__memory[component][position], (self.num_blocks, *part.shape)
+            if part.block_bytes:
+                view = rows.view(part.dtype).view(shape)
+            else:
+                view = torch.empty(shape, dtype=part.dtype, device=rows.device)
+            self.__views[layer_id, component] = view
+        return view
 
 
 class CompositePool:

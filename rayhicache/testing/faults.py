@@ -223,4 +223,4 @@ def ungated(pools: PoolSet, names: Collection[str]) -> Iterator[None]:
 
 def _layer_at_once(pool: DevicePool, layer_id: int, component: int = 0) -> torch.Tensor:
     """`DevicePool.layer` without its wait."""
-    return pool._typed(pool._position(layer_id), component)
+    return pool._typed(layer_id, component)

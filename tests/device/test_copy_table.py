@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rayhicache.device.cuda.choice import CopyChoice
 from rayhicache.device.cuda.copy_table import (
     CAUTIOUS,
     choice_for,
@@ -16,7 +17,6 @@ from rayhicache.device.cuda.copy_table import (
     read_table,
     table_text,
 )
-from rayhicache.device.cuda.device import CopyChoice
 from rayhicache.device.protocols import Direction
 from rayhicache.errors import InvalidConfig
 

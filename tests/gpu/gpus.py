@@ -13,9 +13,12 @@ from rayhicache.core.slots import divide_regions
 from rayhicache.device.copier import Copier, LoadRequest, StoreRequest
 from rayhicache.device.cuda.device import CudaDevice
 from rayhicache.device.cuda.movers import Mover
+from rayhicache.device.cuda.stream import CudaEvent, CudaStream
+from rayhicache.device.cuda.words import WordEvent
 from rayhicache.device.gate import Gate
 from rayhicache.device.limits import CopyLimits
 from rayhicache.device.space import HostRegion, TransferSpace
+from rayhicache.device.staging import StagedPlan
 from rayhicache.device.ticket import Ticket
 from rayhicache.pools.attention import MLAPool
 from rayhicache.pools.base import PoolSet
@@ -28,17 +31,33 @@ LAYERS, BLOCKS, SLOTS, PAGE = 4, 24, 8, 64
 
 
 class SleepyMover:
-    """Sleeps on the GPU before each layer's copy."""
+    """Sleeps on the GPU before each layer's copy, on a stream that the copy waits for."""
 
-    def __init__(self, inner: Mover, cycles: int) -> None:
+    def __init__(self, inner: Mover, cycles: int, bed: torch.cuda.Stream) -> None:
         self._inner = inner
         self._cycles = cycles
-        self.beside = inner.beside
+        self._bed = bed
 
-    def enqueue(self, position: int, stream: torch.cuda.Stream) -> None:
-        with torch.cuda.stream(stream):
+    def after(self, event: CudaEvent) -> None:
+        self._inner.after(event)
+
+    def begin(self) -> None:
+        self._sleep()
+        self._inner.begin()
+
+    def enqueue(self, position: int) -> WordEvent | CudaEvent:
+        self._sleep()
+        return self._inner.enqueue(position)
+
+    def _sleep(self) -> None:
+        event = CudaEvent()
+        with torch.cuda.stream(self._bed):
             torch.cuda._sleep(self._cycles)
-        self._inner.enqueue(position, stream)
+            event.event.record(self._bed)
+        self._inner.after(event)
+
+    def last(self) -> WordEvent | CudaEvent | None:
+        return self._inner.last()
 
 
 class SleepyDevice(CudaDevice):
@@ -47,11 +66,15 @@ class SleepyDevice(CudaDevice):
     sleepy: frozenset[str] = frozenset()
     cycles: int = SLEEP_CYCLES
 
-    def _movers(self, staged: Any, transfer: Any, share: Any, blocks: int) -> tuple[Mover, ...]:
-        movers = super()._movers(staged, transfer, share, blocks)
-        if transfer.pool not in self.sleepy:
-            return movers
-        return tuple(SleepyMover(mover, self.cycles) for mover in movers)
+    def _movers(self, staged: StagedPlan, stream: CudaStream) -> dict[str, tuple[Mover, ...]]:
+        bed = torch.cuda.Stream(self.torch_device)
+        return {
+            pool: tuple(
+                SleepyMover(mover, self.cycles, bed) if pool in self.sleepy else mover
+                for mover in movers
+            )
+            for pool, movers in super()._movers(staged, stream).items()
+        }
 
 
 class World:

@@ -31,13 +31,15 @@ def held(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 class TestCudaDevice(DeviceConformance):
-    @pytest.fixture(params=["engine", "kernel", "both"])
+    @pytest.fixture(params=["engine", "kernel", "both", "strided"])
     def device(self, request: pytest.FixtureRequest) -> Iterator[Device]:
-        from rayhicache.device.cuda.device import CopyChoice, CudaDevice
+        from rayhicache.device.cuda.choice import CopyChoice
+        from rayhicache.device.cuda.device import CudaDevice
 
         choice = {
             "engine": CopyChoice(load=(), store=()),
             "kernel": CopyChoice(load=((1 << 40, 1.0),), store=((1 << 40, 1.0),)),
+            "strided": CopyChoice(load=(), store=(), strided_from=0),
             "both": CopyChoice(load=((1 << 40, 0.5),), store=((1 << 40, 0.5),)),
         }[request.param]
         device = CudaDevice(choice=choice)

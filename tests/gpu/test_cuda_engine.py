@@ -11,7 +11,7 @@ import torch
 from gpu.gpus import SLEEP_CYCLES, SleepyDevice
 from owners import local_owner
 from rayhicache.config import EngineSpec
-from rayhicache.device.cuda.device import CopyChoice
+from rayhicache.device.cuda.choice import CopyChoice
 from rayhicache.engines.attention import grouped_attention
 from rayhicache.engines.batch import BatchLimits
 from rayhicache.engines.models import build_model

@@ -26,7 +26,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from rayhicache.device.cuda.device import CopyChoice
+from rayhicache.device.cuda.choice import CopyChoice
 from rayhicache.errors import InvalidConfig
 
 log = logging.getLogger(__name__)

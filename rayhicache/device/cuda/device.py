@@ -1,7 +1,8 @@
 """The `cuda` device: one NVIDIA GPU.
 
-A load or store runs on its lane's stream by the copy engine; pools of small fragments run on a
-second stream beside it by a kernel of few blocks, and the lane's stream joins them at the end.
+Large fragments are moved by the copy engine, small ones by a kernel of few blocks beside it. Every
+way counts up a word behind each layer, which readers' streams wait for; the lane's own stream
+waits for all of them in the end.
 """
 
 from __future__ import annotations
@@ -9,61 +10,48 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 
-from rayhicache.core.layout import PoolSpec
-from rayhicache.device.cuda.bulk import BulkKernel, bulk_kernel
+from rayhicache.device.cuda.bulk import BulkKernel, BulkQueue, bulk_kernel
+from rayhicache.device.cuda.choice import CopyChoice
 from rayhicache.device.cuda.driver import Driver, driver
-from rayhicache.device.cuda.movers import BatchedMover, BulkMover, Mover, PageableMover
-from rayhicache.device.cuda.registration import HostRegistration
+from rayhicache.device.cuda.geometry import Geometry, geometry_of
+from rayhicache.device.cuda.movers import (
+    BatchedMover,
+    BulkMover,
+    Mover,
+    Moving,
+    PageableMover,
+    StridedMover,
+)
+from rayhicache.device.cuda.queue import CopyQueue
+from rayhicache.device.cuda.registration import HostRegistration, populate
 from rayhicache.device.cuda.stream import CudaEvent, CudaStream
+from rayhicache.device.cuda.words import WordBoard
 from rayhicache.device.protocols import Direction, Landing, Stream
+from rayhicache.device.space import TransferSpace
 from rayhicache.device.staging import StagedPlan, StagedTransfer
 from rayhicache.errors import DeviceNotFound
-
-Shares = tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyChoice:
-    """Which way the fragments of a pool take, by their size; measured on an H200.
-
-    The copy engine takes no SM but about 0.6 us per fragment, so small fragments go by the
-    kernel, and part of the middling ones beside the engine.
-
-    Attributes:
-        load, store: (fragment bytes, share of the rows that the kernel moves), ascending; the
-            first that isn't smaller than the fragment counts, above the last one all rows go to
-            the copy engine.
-        blocks_beside: blocks of the kernel beside the copy engine, times its share of the bytes.
-        blocks_alone: its blocks when it moves everything.
-    """
-
-    load: Shares = ((24_575, 1.0),)
-    store: Shares = ((24_575, 1.0), (49_152, 0.6), (1 << 20, 0.2))
-    blocks_beside: int = 5
-    blocks_alone: int = 16
-
-    def kernel_rows(self, direction: Direction, nbytes: int, count: int) -> int:
-        """How many of `count` rows of that fragment size the kernel moves."""
-        shares = self.load if direction is Direction.LOAD else self.store
-        share = next((share for size, share in shares if nbytes <= size), 0.0)
-        return round(share * count)
-
-    def blocks(self, kernel_bytes: int, all_bytes: int) -> int:
-        """Blocks of the kernel when it moves that part of a plan's bytes."""
-        if kernel_bytes == all_bytes:
-            return self.blocks_alone
-        return max(self.blocks_beside * kernel_bytes // all_bytes, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Share:
+    """How the rows of a transfer are divided: the kernel's come first."""
+
     reachable: bool
     kernel_rows: int
     kernel_bytes: int
     all_bytes: int
+
+
+class _Lane:
+    """What one copy stream has beside itself; made when first needed, on the lane's thread."""
+
+    def __init__(self) -> None:
+        self.engine: CopyQueue | None = None
+        self.kernels: list[BulkQueue] = []
 
 
 class CudaDevice:
@@ -88,10 +76,13 @@ class CudaDevice:
         self._index = index
         self._choice = choice or CopyChoice()
         self._driver: Driver = driver()
+        torch.zeros(1, device=self.torch_device)  # torch's own context comes first
         self._kernel: BulkKernel | None = bulk_kernel(index)
+        self._board = WordBoard()
         self._lock = threading.Lock()
         self._registrations: dict[int, HostRegistration] = {}
-        self._sides: dict[int, torch.cuda.Stream] = {}
+        self._lanes: dict[int, _Lane] = {}
+        self._places: WeakKeyDictionary[TransferSpace, dict[str, _Place]] = WeakKeyDictionary()
 
     def current_stream(self) -> Stream:
         """See `Device.current_stream`."""
@@ -105,7 +96,7 @@ class CudaDevice:
         """See `Device.new_stream`."""
         stream = torch.cuda.Stream(self.torch_device)
         with self._lock:
-            self._sides[stream.cuda_stream] = torch.cuda.Stream(self.torch_device)
+            self._lanes[stream.cuda_stream] = _Lane()
         return CudaStream(name, stream)
 
     def new_event(self) -> CudaEvent:
@@ -122,21 +113,28 @@ class CudaDevice:
 
     def upload(self, source: torch.Tensor, stream: Stream) -> torch.Tensor:
         """See `Device.upload`."""
-        with torch.cuda.stream(_cuda(stream).stream):
+        assert isinstance(stream, CudaStream), "an upload needs a stream of this device"
+        with torch.cuda.stream(stream.stream):
             return source.to(self.torch_device, non_blocking=True)
 
     def record_on_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         """See `Device.record_on_stream`."""
-        tensor.record_stream(_cuda(stream).stream)
+        assert isinstance(stream, CudaStream), "a record needs a stream of this device"
+        tensor.record_stream(stream.stream)
 
     def map_host(self, data: torch.Tensor, record_bytes: int) -> None:
         """See `Device.map_host`: registers the memory with the driver, in the background."""
         runtime = torch.cuda.cudart()
+
+        def register(address: int, nbytes: int) -> int:
+            populate(address, nbytes)
+            return int(runtime.cudaHostRegister(address, nbytes, 0))
+
         registration = HostRegistration(
             data.data_ptr(),
             data.numel(),
             record_bytes,
-            register=lambda address, nbytes: int(runtime.cudaHostRegister(address, nbytes, 0)),
+            register=register,
             unregister=lambda address: int(runtime.cudaHostUnregister(address)),
         )
         with self._lock:
@@ -156,37 +154,30 @@ class CudaDevice:
     def copy(self, staged: StagedPlan, stream: Stream) -> Iterator[Landing]:
         """See `Device.copy`."""
         torch.cuda.set_device(self.torch_device)
-        main = _cuda(stream)
-        side = CudaStream(f"{main.name}-side", self._sides[main.stream.cuda_stream])
-        shares = {t.pool: self._share(staged, t) for t in staged.transfers}
-        blocks = self._choice.blocks(
-            sum(share.kernel_bytes for share in shares.values()),
-            max(sum(share.all_bytes for share in shares.values()), 1),
-        )
-        movers = {t.pool: self._movers(staged, t, shares[t.pool], blocks) for t in staged.transfers}
-        ways = {
-            pool: tuple(side if mover.beside else main for mover in mine)
-            for pool, mine in movers.items()
-        }
-        forked = any(side in mine for mine in ways.values())
-        if forked:
-            event = staged.events.take()
-            main.record(event)
-            side.wait(event)
+        assert isinstance(stream, CudaStream), "a copy needs a stream of this device"
+        movers = self._movers(staged, stream)
+        start = staged.events.take()
+        assert isinstance(start, CudaEvent)
+        stream.record(start)
+        for mine in movers.values():
+            for mover in mine:
+                mover.after(start)
         try:
+            # The kernel's pools first: their launch takes microseconds, the others wait for room.
+            for mine in movers.values():
+                for mover in mine:
+                    mover.begin()
             for layer_id, transfers in staged.layers():
                 for transfer in transfers:
-                    spec = staged.space.layout.pool(transfer.pool)
-                    position = spec.layer_ids.index(layer_id)
-                    for mover, way in zip(movers[transfer.pool], ways[transfer.pool], strict=True):
-                        mover.enqueue(position, way.stream)
-                yield from _landings(staged, layer_id, {t.pool: ways[t.pool] for t in transfers})
+                    position = self._place(staged.space, transfer.pool).positions[layer_id]
+                    events = [mover.enqueue(position) for mover in movers[transfer.pool]]
+                    yield Landing(layer_id=layer_id, pools=(transfer.pool,), events=tuple(events))
         finally:
-            # Also when the caller stops early: the lane's finish event covers the kernel's copies.
-            if forked:
-                event = staged.events.take()
-                side.record(event)
-                main.wait(event)
+            # Also when the caller stops early: the lane's finish event covers all copies.
+            for mine in movers.values():
+                for mover in mine:
+                    if (last := mover.last()) is not None:
+                        stream.wait(last)
 
     def close(self) -> None:
         """See `Device.close`."""
@@ -195,72 +186,128 @@ class CudaDevice:
         for registration in registrations.values():
             registration.close()
 
+    def _movers(self, staged: StagedPlan, stream: CudaStream) -> dict[str, tuple[Mover, ...]]:
+        """The ways that each pool of a plan takes."""
+        lane = self._lanes[stream.stream.cuda_stream]
+        shares = {t.pool: self._share(staged, t) for t in staged.transfers}
+        all_bytes = sum(share.all_bytes for share in shares.values())
+        kernel_bytes = sum(share.kernel_bytes for share in shares.values())
+        blocks = self._choice.blocks(kernel_bytes, max(all_bytes, 1))
+        movers: dict[str, tuple[Mover, ...]] = {}
+        kernels = 0
+        for transfer in staged.transfers:
+            share, mine = shares[transfer.pool], list[Mover]()
+            if share.all_bytes and not share.reachable:
+                mine.append(PageableMover(staged, transfer, stream))
+            elif share.all_bytes:
+                rows = share.kernel_rows
+                if rows:
+                    # Pools side by side, each on a stream of its own: layer by layer all of them.
+                    queue = self._kernel_queue(lane, kernels)
+                    grid = max(round(blocks * share.kernel_bytes / kernel_bytes), 1)
+                    mine.append(
+                        BulkMover(queue, self._moving(staged, transfer, 0, rows), blocks=grid)
+                    )
+                    kernels += 1
+                if rows < transfer.count:
+                    rest = self._moving(staged, transfer, rows, transfer.count)
+                    strided = not rest.load and self._strided(rest.place)
+                    way = StridedMover if strided else BatchedMover
+                    mine.append(way(self._engine_queue(lane), rest))
+            movers[transfer.pool] = tuple(mine)
+        return movers
+
     def _share(self, staged: StagedPlan, transfer: StagedTransfer) -> _Share:
         """How the rows of a transfer are divided."""
-        spec = staged.space.layout.pool(transfer.pool)
-        sizes = [part.block_bytes for part in spec.components if part.block_bytes]
+        place = self._place(staged.space, transfer.pool)
+        sizes, layers = place.geometry.sizes, place.geometry.layers
         if not transfer.count or not sizes:
             return _Share(reachable=True, kernel_rows=0, kernel_bytes=0, all_bytes=0)
-        reachable = self._driver.can_batch and self._reachable(staged, spec, transfer)
+        kernel = self._kernel is not None and self._kernel.can_move(sizes, layers)
+        reachable = (
+            self._driver.can_wait
+            and (kernel or self._driver.can_batch)
+            and self._reachable(staged, transfer)
+        )
         rows = self._choice.kernel_rows(staged.direction, min(sizes), transfer.count)
-        if not reachable or self._kernel is None or not all(map(self._kernel.can_move, sizes)):
+        if not self._driver.can_batch:
+            rows = transfer.count
+        if not reachable or not kernel:
             rows = 0
-        row_bytes = sum(sizes) * len(spec.layer_ids)
+        row_bytes = sum(sizes) * layers
         return _Share(
-            reachable=reachable,
+            reachable=reachable and (kernel or self._driver.can_batch),
             kernel_rows=rows,
             kernel_bytes=rows * row_bytes,
             all_bytes=transfer.count * row_bytes,
         )
 
-    def _movers(
-        self, staged: StagedPlan, transfer: StagedTransfer, share: _Share, blocks: int
-    ) -> tuple[Mover, ...]:
-        if not share.all_bytes:
-            return ()
-        if not share.reachable:
-            return (PageableMover(staged, transfer),)
-        movers: list[Mover] = []
-        rows = share.kernel_rows
-        if rows:
-            assert self._kernel is not None
-            movers.append(BulkMover(self._kernel, staged, transfer, blocks=blocks, stop=rows))
-        if rows < transfer.count:
-            movers.append(BatchedMover(self._driver, staged, transfer, start=rows))
-        return tuple(movers)
+    def _strided(self, place: Geometry) -> bool:
+        return self._driver.can_stride and min(place.sizes) >= self._choice.strided_from
 
-    def _reachable(self, staged: StagedPlan, spec: PoolSpec, transfer: StagedTransfer) -> bool:
+    def _moving(
+        self, staged: StagedPlan, transfer: StagedTransfer, start: int, stop: int
+    ) -> Moving:
+        place = self._place(staged.space, transfer.pool)
+        return Moving(
+            transfer=transfer,
+            place=place.geometry,
+            load=staged.direction is Direction.LOAD,
+            start=start,
+            stop=stop,
+            host_layers=place.host_layers,
+        )
+
+    def _place(self, space: TransferSpace, pool: str) -> _Place:
+        """Addresses of a pool; worked out once."""
+        with self._lock:
+            known = self._places.setdefault(space, {})
+        if pool not in known:
+            geometry = geometry_of(space, pool)
+            # On a stream of its own: the current one may have a forward's work before it.
+            with torch.cuda.stream(torch.cuda.Stream(self.torch_device)):
+                known[pool] = _Place(
+                    geometry=geometry,
+                    positions={i: at for at, i in enumerate(space.layout.pool(pool).layer_ids)},
+                    host_layers=tuple(
+                        torch.tensor(side.host_layers, dtype=torch.int64).to(self.torch_device)
+                        for side in geometry.sides
+                    ),
+                )
+        return known[pool]
+
+    def _engine_queue(self, lane: _Lane) -> CopyQueue:
+        if lane.engine is None:
+            lane.engine = CopyQueue(
+                self._driver, torch.cuda.Stream(self.torch_device), self._board.new_word()
+            )
+        return lane.engine
+
+    def _kernel_queue(self, lane: _Lane, number: int) -> BulkQueue:
+        assert self._kernel is not None
+        while len(lane.kernels) <= number:
+            stream = torch.cuda.Stream(self.torch_device)
+            lane.kernels.append(self._kernel.new_queue(stream, self._board.new_word()))
+        return lane.kernels[number]
+
+    def _reachable(self, staged: StagedPlan, transfer: StagedTransfer) -> bool:
         """Whether the GPU can reach every record of the transfer: its memory is registered."""
-        host = staged.space.regions[spec.group]
-        if host.data.is_pinned():
-            return True
+        group = staged.space.layout.pool(transfer.pool).group
+        host = staged.space.regions[group]
         registration = self._registrations.get(host.data.data_ptr())
         if registration is None:
-            return False
-        blocks = staged.space.layout.blocks_per_page(spec.name)
+            return host.data.is_pinned()
+        if registration.ready_bytes == host.data.numel():
+            return True
+        blocks = staged.space.layout.blocks_per_page(transfer.pool)
         last = int(transfer.pinned[: transfer.count].max()) // blocks - host.region.first_slot
         return (last + 1) * host.region.record_bytes <= registration.ready_bytes
 
 
-def _landings(
-    staged: StagedPlan, layer_id: int, ways: dict[str, tuple[CudaStream, ...]]
-) -> Iterator[Landing]:
-    """One event per stream that this layer's copies were enqueued on; a pool may need both."""
-    events: dict[int, CudaEvent] = {}
-    for stream in dict.fromkeys(way for mine in ways.values() for way in mine):
-        event = staged.events.take()
-        stream.record(event)
-        assert isinstance(event, CudaEvent)
-        events[id(stream)] = event
-    alike: dict[tuple[int, ...], list[str]] = {}
-    for pool, mine in ways.items():
-        alike.setdefault(tuple(id(way) for way in mine), []).append(pool)
-    for streams, pools in alike.items():
-        yield Landing(
-            layer_id=layer_id, pools=tuple(pools), events=tuple(events[at] for at in streams)
-        )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """A pool's addresses; `host_layers` as `Moving` has them, positions by layer id."""
 
-
-def _cuda(stream: Stream) -> CudaStream:
-    assert isinstance(stream, CudaStream), "a copy needs a stream of this device"
-    return stream
+    geometry: Geometry
+    positions: dict[int, int]
+    host_layers: tuple[torch.Tensor, ...]

@@ -1,13 +1,12 @@
 """The few calls of NVIDIA's driver that torch doesn't offer, through ctypes.
 
 ctypes releases the GIL during a call, so a copy thread that enqueues thousands of fragments
-doesn't hold up the engine's Python.
+doesn't hold up the engine's Python. Streams are passed as handles: torch's `cuda_stream`.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,11 @@ if TYPE_CHECKING:
     import torch
 
 _ORDER_ANY = 3  # CU_MEMCPY_SRC_ACCESS_ORDER_ANY: sources stay unchanged until the copy is done
-_HOST, _DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
+_POINTER = 1  # CU_MEMCPY_OPERAND_TYPE_POINTER
+_SHARED_BYTES_MAX = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ
+
+STRIDED_WORDS = 14  # 64-bit words of one CUDA_MEMCPY3D_BATCH_OP
 
 
 class _Location(ctypes.Structure):
@@ -31,45 +34,24 @@ class _CopyAttributes(ctypes.Structure):
     )
 
 
-class Copy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D."""
-
-    _fields_ = (
-        ("source_x", ctypes.c_size_t),
-        ("source_y", ctypes.c_size_t),
-        ("source_kind", ctypes.c_int),
-        ("source_host", ctypes.c_void_p),
-        ("source_device", ctypes.c_uint64),
-        ("source_array", ctypes.c_void_p),
-        ("source_pitch", ctypes.c_size_t),
-        ("target_x", ctypes.c_size_t),
-        ("target_y", ctypes.c_size_t),
-        ("target_kind", ctypes.c_int),
-        ("target_host", ctypes.c_void_p),
-        ("target_device", ctypes.c_uint64),
-        ("target_array", ctypes.c_void_p),
-        ("target_pitch", ctypes.c_size_t),
-        ("width", ctypes.c_size_t),
-        ("height", ctypes.c_size_t),
-    )
-
-
 class Driver:
     """Calls of libcuda in the current context. Any thread may call; a failure is RuntimeError."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        # The second form, of CUDA 13, lost the argument that named the failed copy.
-        self._batch_second = _has(library, "cuMemcpyBatchAsync_v2")
-        self.can_batch = self._batch_second or _has(library, "cuMemcpyBatchAsync")
+        # The second forms, of CUDA 13, lost the argument that named the failed copy.
+        self._second = _has(library, "cuMemcpyBatchAsync_v2")
+        self.can_batch = self._second or _has(library, "cuMemcpyBatchAsync")
+        self.can_stride = _has(
+            library, "cuMemcpy3DBatchAsync_v2" if self._second else "cuMemcpy3DBatchAsync"
+        )
+        self.can_wait = _has(library, "cuStreamWaitValue32_v2")
         self._attributes = (_CopyAttributes * 1)(
             _CopyAttributes(_ORDER_ANY, _Location(0, 0), _Location(0, 0), 0)
         )
         self._from_first = (ctypes.c_size_t * 1)(0)
 
-    def copy_batch(
-        self, targets: int, sources: int, sizes: int, count: int, stream: torch.cuda.Stream
-    ) -> None:
+    def copy_batch(self, targets: int, sources: int, sizes: int, count: int, stream: int) -> None:
         """Enqueue `count` copies in one call.
 
         Args:
@@ -86,39 +68,64 @@ class Driver:
             self._from_first,
             ctypes.c_size_t(1),
         ]
-        if self._batch_second:
+        if self._second:
             call = self._library.cuMemcpyBatchAsync_v2
         else:
             call = self._library.cuMemcpyBatchAsync
             arguments.append(ctypes.byref(ctypes.c_size_t()))
-        self._check("cuMemcpyBatchAsync", call(*arguments, ctypes.c_void_p(stream.cuda_stream)))
+        self._check("cuMemcpyBatchAsync", call(*arguments, ctypes.c_void_p(stream)))
 
-    def copy_rows(
-        self,
-        host: tuple[int, int],
-        device: tuple[int, int],
-        shape: tuple[int, int],
-        *,
-        load: bool,
-        stream: torch.cuda.Stream,
-    ) -> None:
-        """Enqueue one strided copy.
+    def copy_strided(self, table: int, count: int, stream: int) -> None:
+        """Enqueue `count` copies of rows that lie a stride apart on both sides, in one call.
 
         Args:
-            host, device: address of the first row, and bytes from one row to the next.
-            shape: bytes of a row, and rows.
+            table: address of `int64[count, STRIDED_WORDS]` as `strided_row` makes them, in host
+                memory, read during the call.
+            stream: not the legacy default stream.
         """
-        call = Copy2D(width=shape[0], height=shape[1])
-        if load:
-            call.source_kind, call.source_host, call.source_pitch = _HOST, host[0], host[1]
-            call.target_kind, call.target_device, call.target_pitch = _DEVICE, *device
+        arguments: list[Any] = [ctypes.c_size_t(count), ctypes.c_void_p(table)]
+        if self._second:
+            call = self._library.cuMemcpy3DBatchAsync_v2
         else:
-            call.source_kind, call.source_device, call.source_pitch = _DEVICE, *device
-            call.target_kind, call.target_host, call.target_pitch = _HOST, host[0], host[1]
+            call = self._library.cuMemcpy3DBatchAsync
+            arguments.append(ctypes.byref(ctypes.c_size_t()))
+        flags = ctypes.c_ulonglong(0)
+        self._check("cuMemcpy3DBatchAsync", call(*arguments, flags, ctypes.c_void_p(stream)))
+
+    @staticmethod
+    def strided_row(
+        source: tuple[int, int], target: tuple[int, int], nbytes: int, rows: int
+    ) -> list[int]:
+        """One row of a table for `copy_strided`.
+
+        Args:
+            source, target: address of the first row, and bytes from one row to the next.
+            nbytes, rows: of a row, and their number.
+        """
+        sides = [[_POINTER, address, stride, rows, 0] for address, stride in (source, target)]
+        return [*sides[0], *sides[1], nbytes, rows, 1, _ORDER_ANY]
+
+    def write_value(self, address: int, value: int, stream: int) -> None:
+        """Enqueue the write of a 32-bit word, after all memory writes that lie before it."""
         self._check(
-            "cuMemcpy2DAsync",
-            self._library.cuMemcpy2DAsync_v2(
-                ctypes.byref(call), ctypes.c_void_p(stream.cuda_stream)
+            "cuStreamWriteValue32",
+            self._library.cuStreamWriteValue32_v2(
+                ctypes.c_void_p(stream),
+                ctypes.c_uint64(address),
+                ctypes.c_uint32(value),
+                ctypes.c_uint(0),
+            ),
+        )
+
+    def wait_value(self, address: int, value: int, stream: torch.cuda.Stream) -> None:
+        """Let a stream wait until a 32-bit word is `value` or, cyclically, greater."""
+        self._check(
+            "cuStreamWaitValue32",
+            self._library.cuStreamWaitValue32_v2(
+                ctypes.c_void_p(stream.cuda_stream),
+                ctypes.c_uint64(address),
+                ctypes.c_uint32(value),
+                ctypes.c_uint(_GEQ),
             ),
         )
 
@@ -133,32 +140,27 @@ class Driver:
             "cuKernelGetFunction",
             self._library.cuKernelGetFunction(ctypes.byref(function), ctypes.c_void_p(kernel)),
         )
-        attribute = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        result = self._library.cuFuncSetAttribute(function, attribute, shared_bytes)
+        result = self._library.cuFuncSetAttribute(function, _SHARED_BYTES_MAX, shared_bytes)
         self._check("cuFuncSetAttribute", result)
         assert function.value is not None
         return function.value
 
     def launch(
-        self,
-        function: int,
-        grid: int,
-        threads: int,
-        shared_bytes: int,
-        values: Sequence[int],
-        stream: torch.cuda.Stream,
+        self, function: int, grid: int, threads: int, shared_bytes: int, job: Any, stream: int
     ) -> None:
-        """Launch a kernel of one-dimensional blocks whose arguments are all 64-bit integers."""
-        arguments = (ctypes.c_int64 * len(values))(*values)
-        start = ctypes.addressof(arguments)
-        pointers = (ctypes.c_void_p * len(values))(*range(start, start + 8 * len(values), 8))
+        """Launch a kernel of one-dimensional blocks whose one argument is a struct, by value.
+
+        Args:
+            job: the struct, a `ctypes.Structure`; copied during the call.
+        """
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(job))
         self._check(
             "cuLaunchKernel",
             self._library.cuLaunchKernel(
                 ctypes.c_void_p(function),
                 *(ctypes.c_uint(n) for n in (grid, 1, 1, threads, 1, 1, shared_bytes)),
-                ctypes.c_void_p(stream.cuda_stream),
-                pointers,
+                ctypes.c_void_p(stream),
+                arguments,
                 None,
             ),
         )

@@ -15,7 +15,8 @@ from rayhicache.core.layout import ComponentSpec, PoolSpec, RecordLayout
 from rayhicache.core.plan import plan_pages
 from rayhicache.core.slots import Region
 from rayhicache.device.cuda.bulk import bulk_kernel
-from rayhicache.device.cuda.device import CopyChoice, CudaDevice
+from rayhicache.device.cuda.choice import CopyChoice
+from rayhicache.device.cuda.device import CudaDevice
 from rayhicache.device.cuda.tuning import ALL_BYTES, Point, best, choice_of
 from rayhicache.device.protocols import Direction
 from rayhicache.device.space import HostRegion, PoolMemory, TransferSpace

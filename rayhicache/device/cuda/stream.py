@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
+from rayhicache.device.cuda.words import WordEvent, wait_for
 from rayhicache.device.protocols import Event
-
-FIRST_PAUSE_SECONDS = 20e-6
-LONGEST_PAUSE_SECONDS = 500e-6
 
 
 class CudaEvent:
@@ -24,14 +20,11 @@ class CudaEvent:
 
     def synchronize(self, timeout: float | None) -> bool:
         """See `Event.synchronize`. Asks now and then, since CUDA's own wait has no limit."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        pause = FIRST_PAUSE_SECONDS
-        while not self.event.query():
-            if deadline is not None and time.monotonic() >= deadline:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-        return True
+        return wait_for(self.query, timeout)
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """Let work enqueued on the stream from now on wait for it."""
+        stream.wait_event(self.event)
 
 
 class CudaStream:
@@ -43,13 +36,10 @@ class CudaStream:
 
     def record(self, event: Event) -> None:
         """See `Stream.record`."""
-        _cuda(event).event.record(self.stream)
+        assert isinstance(event, CudaEvent), "events of two devices were mixed"
+        event.event.record(self.stream)
 
     def wait(self, event: Event) -> None:
         """See `Stream.wait`; the host goes on."""
-        self.stream.wait_event(_cuda(event).event)
-
-
-def _cuda(event: Event) -> CudaEvent:
-    assert isinstance(event, CudaEvent), "events of two devices were mixed"
-    return event
+        assert isinstance(event, CudaEvent | WordEvent), "events of two devices were mixed"
+        event.hold(self.stream)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from rayhicache.device.cuda.device import CopyChoice, Shares
+from rayhicache.device.cuda.choice import CopyChoice, Shares
 from rayhicache.device.protocols import Direction
 
 TIE = 1.01
