@@ -158,6 +158,9 @@ class LocalRay:
             logger.setLevel(level)
 
     def _start(self, config: ClusterConfig) -> None:
+        # Ray notes the newest cluster's address there, and fails where it never ran before.
+        system = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+        Path(system, "ray").mkdir(mode=0o777, parents=True, exist_ok=True)
         common: dict[str, Any] = {
             "num_cpus": CPUS,
             "memory": config.arena_bytes + BOOK_MEMORY,

@@ -66,3 +66,20 @@ def test_folders_of_processes_that_are_gone_are_swept_and_no_others() -> None:
 def test_a_job_of_something_else_than_prompts_is_refused(prompts: Any, max_new_tokens: int) -> None:
     with pytest.raises(InvalidRequest, match="list of strings"):
         hc.GenerateJob(prompts=prompts, max_new_tokens=max_new_tokens)
+
+
+FIRST = """
+import rayhicache as hc
+from rayhicache.actors.local_ray import LocalRay
+LocalRay(hc.ClusterConfig(local_nodes=1)).stop()
+"""
+
+
+@pytest.mark.ray
+def test_a_local_ray_starts_where_ray_never_ran(tmp_path: Path) -> None:
+    """Ray itself doesn't make the folder that it notes its newest address in."""
+    environment = os.environ | {"RAY_TMPDIR": str(tmp_path / "new")}
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
