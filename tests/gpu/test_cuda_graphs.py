@@ -54,9 +54,14 @@ def read_all(world: World, at: torch.Tensor) -> Found:
     return found
 
 
-def captured(world: World, blocks: list[int]) -> tuple[torch.cuda.CUDAGraph, Found]:
-    """A graph of these reads, and where a replay leaves what it read."""
-    at = torch.tensor(blocks, device="cuda")
+def captured(
+    world: World, blocks: list[int], at: torch.Tensor
+) -> tuple[torch.cuda.CUDAGraph, Found]:
+    """A graph of these reads, and where a replay leaves what it read.
+
+    Args:
+        at: the blocks on the device, kept by the caller: a graph keeps the address alone.
+    """
     graph = torch.cuda.CUDAGraph()
     with world.pools.reading(blocks):
         read_all(world, at)
@@ -70,7 +75,8 @@ def captured(world: World, blocks: list[int]) -> tuple[torch.cuda.CUDAGraph, Fou
 def test_a_replay_after_wait_all_reads_what_a_late_load_brings(world: World) -> None:
     world.fill_records([1, 3])
     blocks = world.take(2)
-    graph, found = captured(world, blocks)
+    at = torch.tensor(blocks, device="cuda")
+    graph, found = captured(world, blocks, at)
     world.device.sleepy = LATE
     ticket = world.load(blocks, [1, 3])
     ticket.wait_all()
@@ -84,7 +90,8 @@ def test_a_replay_after_wait_all_reads_what_a_late_load_brings(world: World) -> 
 def test_a_replay_without_wait_all_reads_poison(world: World, pool: str) -> None:
     world.fill_records([1])
     blocks = world.take(1)
-    graph, found = captured(world, blocks)
+    at = torch.tensor(blocks, device="cuda")
+    graph, found = captured(world, blocks, at)
     world.device.sleepy = frozenset({pool})
     ticket = world.load(blocks, [1])
     graph.replay()

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_ORDER_ANY = 3  # CU_MEMCPY_SRC_ACCESS_ORDER_ANY: sources stay unchanged until the copy is done
+_ORDER_STREAM = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_ORDER_ANY = 3  # CU_MEMCPY_SRC_ACCESS_ORDER_ANY
 _POINTER = 1  # CU_MEMCPY_OPERAND_TYPE_POINTER
 _SHARED_BYTES_MAX = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ
@@ -46,25 +47,32 @@ class Driver:
             library, "cuMemcpy3DBatchAsync_v2" if self._second else "cuMemcpy3DBatchAsync"
         )
         self.can_wait = _has(library, "cuStreamWaitValue32_v2")
-        self._attributes = (_CopyAttributes * 1)(
-            _CopyAttributes(_ORDER_ANY, _Location(0, 0), _Location(0, 0), 0)
-        )
+        self._attributes = {
+            settled: (_CopyAttributes * 1)(
+                _CopyAttributes(order, _Location(0, 0), _Location(0, 0), 0)
+            )
+            for settled, order in ((True, _ORDER_ANY), (False, _ORDER_STREAM))
+        }
         self._from_first = (ctypes.c_size_t * 1)(0)
 
-    def copy_batch(self, targets: int, sources: int, sizes: int, count: int, stream: int) -> None:
+    def copy_batch(
+        self, targets: int, sources: int, sizes: int, count: int, stream: int, *, settled: bool
+    ) -> None:
         """Enqueue `count` copies in one call.
 
         Args:
             targets, sources, sizes: addresses of `uint64[count]` in host memory, read during the
                 call.
             stream: not the legacy default stream.
+            settled: the sources are there already and stay so: they may be read out of the
+                stream's order. What a kernel before it still writes isn't settled.
         """
         arguments: list[Any] = [
             ctypes.c_void_p(targets),
             ctypes.c_void_p(sources),
             ctypes.c_void_p(sizes),
             ctypes.c_size_t(count),
-            self._attributes,
+            self._attributes[settled],
             self._from_first,
             ctypes.c_size_t(1),
         ]
@@ -77,6 +85,8 @@ class Driver:
 
     def copy_strided(self, table: int, count: int, stream: int) -> None:
         """Enqueue `count` copies of rows that lie a stride apart on both sides, in one call.
+
+        Sources are read in the stream's order.
 
         Args:
             table: address of `int64[count, STRIDED_WORDS]` as `strided_row` makes them, in host
@@ -103,7 +113,7 @@ class Driver:
             nbytes, rows: of a row, and their number.
         """
         sides = [[_POINTER, address, stride, rows, 0] for address, stride in (source, target)]
-        return [*sides[0], *sides[1], nbytes, rows, 1, _ORDER_ANY]
+        return [*sides[0], *sides[1], nbytes, rows, 1, _ORDER_STREAM]
 
     def write_value(self, address: int, value: int, stream: int) -> None:
         """Enqueue the write of a 32-bit word, after all memory writes that lie before it."""

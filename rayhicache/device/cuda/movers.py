@@ -111,7 +111,8 @@ class BatchedMover:
             torch.add(device, position * side.layer_bytes, out=ends[1])
             on_host, on_device = ends.data_ptr(), ends.data_ptr() + self._count * WORD_BYTES
             source, target = (on_host, on_device) if self._load else (on_device, on_host)
-            self._queue.copy(target, source, sizes.data_ptr(), self._count)
+            # A record is whole before it is leased; device pages may still be written.
+            self._queue.copy(target, source, sizes.data_ptr(), self._count, settled=self._load)
         return self._queue.passed()
 
     def last(self) -> WordEvent:

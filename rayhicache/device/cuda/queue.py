@@ -48,7 +48,7 @@ class CopyQueue:
         """Let copies enqueued from now on wait for an event that has been recorded."""
         event.hold(self.stream)
 
-    def copy(self, targets: int, sources: int, sizes: int, count: int) -> None:
+    def copy(self, targets: int, sources: int, sizes: int, count: int, *, settled: bool) -> None:
         """Enqueue fragments; see `Driver.copy_batch`.
 
         Raises:
@@ -58,7 +58,12 @@ class CopyQueue:
             some = min(CALL_FRAGMENTS, count - at)
             self._make_room(some)
             self._driver.copy_batch(
-                targets + 8 * at, sources + 8 * at, sizes + 8 * at, some, self.stream.cuda_stream
+                targets + 8 * at,
+                sources + 8 * at,
+                sizes + 8 * at,
+                some,
+                self.stream.cuda_stream,
+                settled=settled,
             )
             self._count(some)
 
