@@ -67,9 +67,15 @@ class PrefixLru:
 
     def touch(self, keys: Sequence[PageKey]) -> None:
         """See `EvictionPolicy.touch`."""
+        entries, children, clock = self.entries, self.children, self.clock
         for key in reversed(keys):
-            if key in self.entries:
-                self._stamp(key)
+            entry = entries.get(key)
+            if entry is not None:
+                clock += 1
+                entry.stamp = clock
+                if not children.get(key):
+                    heapq.heappush(self.heap, (clock, key))
+        self.clock = clock
         if len(self.heap) > 4 * len(self.entries) + 64:
             self.heap = [(entry.stamp, key) for key, entry in self.entries.items()]
             heapq.heapify(self.heap)

@@ -31,8 +31,7 @@ class LeaseBook:
         lease = Lease(id=self._next, session=session, records=records, deadline=deadline)
         self._next += 1
         self._leases[lease.id] = lease
-        for ref in lease.refs():
-            self._book.hold(ref.slot)
+        self._book.hold(lease.refs())
         return lease
 
     def get(self, lease: int) -> Lease | None:

@@ -105,6 +105,11 @@ class SlotBook:
         """The slot in its present life."""
         return SlotRef(slot, self.slots[slot].generation)
 
+    def refs(self, numbers: Iterable[int]) -> list[SlotRef]:
+        """The slots in their present lives."""
+        slots = self.slots
+        return [SlotRef(number, slots[number].generation) for number in numbers]
+
     def entry(self, number: int) -> SlotEntry:
         """What the slot table says of a slot.
 
@@ -202,10 +207,12 @@ class SlotBook:
 
     # ── reading ─────────────────────────────────────────────────────────────────────────────
 
-    def hold(self, number: int) -> None:
-        """One more lease is on a READY slot, or on a SEALED one that was read before a crash."""
-        assert self.slots[number].state in (SlotState.READY, SlotState.SEALED)
-        self.slots[number].holds += 1
+    def hold(self, refs: Iterable[SlotRef]) -> None:
+        """One more lease is on READY slots, or on SEALED ones that were read before a crash."""
+        for ref in refs:
+            slot = self.slots[ref.slot]
+            assert slot.state is SlotState.READY or slot.state is SlotState.SEALED
+            slot.holds += 1
 
     def unhold(self, number: int) -> None:
         """One lease less; a hidden record is freed with its last one."""

@@ -121,8 +121,10 @@ class Tier:
         records: dict[str, dict[int, SlotRef]] = {}
         for name, pages in pages_to_lease(self.layout, lengths).items():
             book = self._book.groups[self._numbers[name]]
-            records[name] = {page: self._book.ref(book.index[keys[page]]) for page in pages}
-            book.policy.touch([keys[page] for page in pages])
+            wanted = [keys[page] for page in pages]
+            refs = self._book.refs(map(book.index.__getitem__, wanted))
+            records[name] = dict(zip(pages, refs, strict=True))
+            book.policy.touch(wanted)
         deadline = None if lease_seconds is None else now + lease_seconds
         return Hit(lengths=lengths, lease=self._leases.grant(session, records, deadline))
 
