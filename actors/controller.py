@@ -231,7 +231,14 @@ class Controller:
 
     def _check(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> None:
         self._check_open()
-        longest = min(worker.longest for worker in self._roster.registered.values())
+        workers = self._roster.registered.values()
+        if not workers:
+            raise InvalidRequest(
+                asked=f"serve a job on cluster {self._config.name!r}",
+                found="it has no worker that is up",
+                remedy="launch it with workers, or look up and load from an engine of your own",
+            )
+        longest = min(worker.longest for worker in workers)
         vocabulary = self._config.engine.vocab_size
         for number, prompt in enumerate(prompts):
             strange = [token for token in prompt if not 0 <= token < vocabulary]

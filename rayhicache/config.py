@@ -130,7 +130,8 @@ class ClusterConfig:
         arena_bytes: host memory that each node's pool owns.
         page_tokens: tokens a page.
         engine: what the workers run.
-        workers_per_node: workers on each node.
+        workers_per_node: workers on each node; 0 for engines of your own, which attach to the
+            pools.
         device: one of `DEVICES`, for every worker. `auto` takes a GPU on nodes that have enough
             of them in Ray's books, and the host elsewhere; `cuda` is refused where one is missing.
         gpus_per_worker: the part of one GPU that Ray reserves for a worker on cuda, 0.01 to 1:
@@ -168,7 +169,7 @@ class ClusterConfig:
             ("local_nodes", 1, 64),
             ("arena_bytes", MIB, 1 << 46),
             ("page_tokens", 1, 1 << 16),
-            ("workers_per_node", 1, 64),
+            ("workers_per_node", 0, 64),
             ("object_store_bytes", 80 * MIB, 1 << 40),
         ):
             value = getattr(self, name)

@@ -90,7 +90,7 @@ def _add_up(up: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="workers on each node, each with an engine of its own (default 1)",
+        help="workers on each node, each with an engine; 0 for engines of your own (default 1)",
     )
     _devices(up, defaults)
     up.add_argument(

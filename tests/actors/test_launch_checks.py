@@ -83,3 +83,30 @@ def test_a_local_ray_starts_where_ray_never_ran(tmp_path: Path) -> None:
         [sys.executable, "-c", FIRST], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+WITHOUT_WORKERS = """
+import rayhicache as hc
+from rayhicache.actors.link import RayPort
+from rayhicache.errors import InvalidRequest
+config = hc.ClusterConfig(name="bare", workers_per_node=0, local_nodes=1, arena_root=ROOT)
+with hc.launch(config) as cluster:
+    assert cluster.status().workers == ()
+    RayPort("bare", "node0", client="own engine", call_seconds=9.0, pull_seconds=9.0).close()
+    try:
+        cluster.submit(hc.GenerateJob(prompts=[[1, 2, 3]], max_new_tokens=2))
+    except InvalidRequest as refused:
+        assert "no worker" in str(refused)
+    else:
+        raise AssertionError("taken")
+"""
+
+
+@pytest.mark.ray
+def test_a_tier_without_workers_takes_engines_and_no_jobs() -> None:
+    with tempfile.TemporaryDirectory(prefix="rhc-", dir="/dev/shm") as root:
+        program = f"ROOT = {root!r}{WITHOUT_WORKERS}"
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=180
+        )
+    assert done.returncode == 0, done.stderr
