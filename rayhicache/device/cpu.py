@@ -15,6 +15,7 @@ import torch
 
 from rayhicache.device.cpu_memory import CachingAllocator
 from rayhicache.device.cpu_stream import CpuEvent, CpuStream, HostStream
+from rayhicache.device.paged import PagedGather, gather_with_torch
 from rayhicache.device.protocols import Direction, Landing, Stream
 from rayhicache.device.staging import StagedPlan, StagedTransfer
 
@@ -108,6 +109,10 @@ class CpuDevice:
         event = staged.events.take()
         stream.record(event)
         return Landing(layer_id=layer_id, pools=(transfer.pool,), events=(event,))
+
+    def gather(self, gather: PagedGather) -> tuple[torch.Tensor, ...]:
+        """See `Device.gather`; refuses indices that are none of the blocks."""
+        return gather_with_torch(gather)
 
     def close(self) -> None:
         """See `Device.close`."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from rayhicache.device.paged import PagedGather
     from rayhicache.device.staging import StagedPlan
 
 
@@ -119,6 +120,14 @@ class Device(Protocol):
 
         Events are taken from `staged.events` and stay unused until the plan is retired. The
         caller may stop iterating; what was enqueued by then still runs.
+        """
+
+    def gather(self, gather: PagedGather) -> tuple[torch.Tensor, ...]:
+        """Gather entries of paged memory: `uint8[total, entry_bytes], device` per section.
+
+        Runs on the calling thread's current stream, and the caller doesn't wait for it. The
+        caller guarantees that the lengths agree with their sum and their maximum, and that
+        the indices within them are blocks: a device may see the opposite too late to raise.
         """
 
     def close(self) -> None:

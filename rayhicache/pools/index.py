@@ -15,6 +15,7 @@ import torch
 
 from rayhicache.core.layout import IndexFormat
 from rayhicache.device.gate import Gate
+from rayhicache.device.paged import PagedGather, Section
 from rayhicache.device.protocols import Device
 from rayhicache.pools.attention import MLAPool
 from rayhicache.pools.base import Component, CompositePool, DevicePool, reader, writer
@@ -41,9 +42,12 @@ class IndexPool(DevicePool):
         name: str = "index",
         group: str = "full",
     ) -> None:
+        self._device = device
         self._entries = entries
         self._format = index_format
         self._key_section = entries * index_format.key_bytes
+        self._keys = Section(offset=0, entry_bytes=index_format.key_bytes)
+        self._scales = Section(offset=self._key_section, entry_bytes=index_format.scale_bytes)
         super().__init__(
             device,
             gate,
@@ -73,18 +77,18 @@ class IndexPool(DevicePool):
         Args:
             seq_len: index entries of the sequence.
             page_indices: `int[>= ceil(seq_len / entries)], device`: its blocks in order.
+
+        Raises:
+            InvalidRequest: fewer blocks than the sequence needs.
         """
-        keys = self.layer(layer_id)[page_indices.long(), : self._key_section]
-        return keys.reshape(-1, self._format.key_bytes)[:seq_len]
+        return self._sequence(layer_id, self._keys, seq_len, page_indices)
 
     @reader
     def get_index_k_scale_continuous(
         self, layer_id: int, seq_len: int, page_indices: torch.Tensor
     ) -> torch.Tensor:
         """Scales of one sequence, gathered: `uint8[seq_len, scale_bytes], device`."""
-        scales = self.layer(layer_id)[page_indices.long(), self._key_section :]
-        blocks = page_indices.numel()
-        return scales.reshape(blocks * self._entries, self._format.scale_bytes)[:seq_len]
+        return self._sequence(layer_id, self._scales, seq_len, page_indices)
 
     @reader
     def get_index_k_scale_buffer(
@@ -105,15 +109,22 @@ class IndexPool(DevicePool):
 
         Returns:
             `uint8[seq_len_sum, key_bytes]` and `uint8[seq_len_sum, scale_bytes]`, device.
+
+        Raises:
+            InvalidRequest: the tables have no room for the longest sequence.
         """
-        blocks = self.layer(layer_id)
-        at = torch.arange(max_seq_len, device=blocks.device)
-        inside = at[None, :] < seq_len_tensor.long()[:, None]
-        rows = page_indices.long()[:, at // self._entries] if max_seq_len else inside.long()
-        rows, entries = rows[inside], (at % self._entries).expand(inside.shape)[inside]
-        assert rows.numel() == seq_len_sum
-        keys, scales = self._sections(blocks)
-        return keys[rows, entries], scales[rows, entries]
+        keys, scales = self._device.gather(
+            PagedGather(
+                blocks=self.layer(layer_id),
+                entries=self._entries,
+                sections=(self._keys, self._scales),
+                tables=page_indices,
+                lengths=seq_len_tensor,
+                total=seq_len_sum,
+                longest=max_seq_len,
+            )
+        )
+        return keys, scales
 
     @writer
     def set_index_k_scale_buffer(
@@ -131,6 +142,23 @@ class IndexPool(DevicePool):
         keys, scales = self._sections(blocks)
         keys[rows, entries] = index_k
         scales[rows, entries] = index_k_scale
+
+    def _sequence(
+        self, layer_id: int, section: Section, seq_len: int, page_indices: torch.Tensor
+    ) -> torch.Tensor:
+        """One section of one sequence: `uint8[seq_len, entry_bytes], device`."""
+        (found,) = self._device.gather(
+            PagedGather(
+                blocks=self.layer(layer_id),
+                entries=self._entries,
+                sections=(section,),
+                tables=page_indices[None],
+                lengths=None,
+                total=seq_len,
+                longest=seq_len,
+            )
+        )
+        return found
 
     def _sections(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of keys and scales: `uint8[num_blocks, entries, key_bytes or scale_bytes]`."""

@@ -20,6 +20,8 @@ from rayhicache.pools.base import DevicePool, PoolSet
 if TYPE_CHECKING:
     import torch
 
+    from rayhicache.device.paged import PagedGather
+
 
 class DeviceDecorator:
     """A `Device` that hands everything on to a `CpuDevice`; the base of those below."""
@@ -75,6 +77,10 @@ class DeviceDecorator:
     def copy(self, staged: StagedPlan, stream: Stream) -> Iterator[Landing]:
         """See `Device.copy`."""
         return self.inner.copy(staged, stream)
+
+    def gather(self, gather: PagedGather) -> tuple[torch.Tensor, ...]:
+        """See `Device.gather`."""
+        return self.inner.gather(gather)
 
     def close(self) -> None:
         """See `Device.close`."""

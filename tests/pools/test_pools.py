@@ -14,7 +14,7 @@ from rayhicache.device.cpu import CpuDevice
 from rayhicache.device.gate import Gate
 from rayhicache.device.protocols import Device
 from rayhicache.device.space import HostRegion, TransferSpace
-from rayhicache.errors import InvalidLayout, UnboundRead, UnknownLayer, UnknownPool
+from rayhicache.errors import InvalidLayout, InvalidRequest, UnboundRead, UnknownLayer, UnknownPool
 from rayhicache.pools.base import Component, DevicePool, PoolSet
 from rayhicache.pools.index import IndexPool
 from rayhicache.testing import poison
@@ -264,6 +264,27 @@ def test_the_ragged_reader_gathers_a_batch(
     assert found[0].shape == (sum(lengths), KEY)
     assert found[1].shape == (sum(lengths), scale_bytes)
     assert (rows_of(found[0]), rows_of(found[1])) == (keys, scales)
+    world.close()
+
+
+def test_a_reader_refuses_what_its_tables_cannot_hold() -> None:
+    world, pool, _ = index_world(SCALE)
+    pages = torch.tensor([7, 2], dtype=torch.int32)
+    lengths = torch.tensor([2 * ENTRIES + 1])
+    with world.pools.reading([7, 2]):
+        with pytest.raises(InvalidRequest):
+            pool.get_index_k_continuous(2, 2 * ENTRIES + 1, pages)
+        with pytest.raises(InvalidRequest):
+            pool.get_index_k_scale_buffer(2, lengths, pages[None], int(lengths), int(lengths))
+    world.close()
+
+
+@pytest.mark.parametrize("strange", [-1, NUM_BLOCKS])
+def test_a_block_within_a_sequence_that_is_none_of_the_pool_is_refused(strange: int) -> None:
+    world, pool, _ = index_world(SCALE)
+    pages = torch.tensor([7, strange], dtype=torch.int32)
+    with world.pools.reading([7]), pytest.raises(InvalidRequest):
+        pool.get_index_k_continuous(2, ENTRIES + 1, pages)
     world.close()
 
 

@@ -16,6 +16,7 @@ import torch
 
 from rayhicache.device.cuda.bulk import BulkKernel, BulkQueue, bulk_kernel
 from rayhicache.device.cuda.choice import CopyChoice
+from rayhicache.device.cuda.compiling import Kernel
 from rayhicache.device.cuda.driver import Driver, driver
 from rayhicache.device.cuda.geometry import Geometry, geometry_of
 from rayhicache.device.cuda.movers import (
@@ -26,10 +27,12 @@ from rayhicache.device.cuda.movers import (
     PageableMover,
     StridedMover,
 )
+from rayhicache.device.cuda.paged import gather_kernel, gather_with_kernel
 from rayhicache.device.cuda.queue import CopyQueue
 from rayhicache.device.cuda.registration import HostRegistration, populate
 from rayhicache.device.cuda.stream import CudaEvent, CudaStream
 from rayhicache.device.cuda.words import WordBoard
+from rayhicache.device.paged import PagedGather, gather_with_torch
 from rayhicache.device.protocols import Direction, Landing, Stream
 from rayhicache.device.space import TransferSpace
 from rayhicache.device.staging import StagedPlan, StagedTransfer
@@ -78,6 +81,8 @@ class CudaDevice:
         self._driver: Driver = driver()
         torch.zeros(1, device=self.torch_device)  # torch's own context comes first
         self._kernel: BulkKernel | None = bulk_kernel(index)
+        # Not at first use: that may be inside a graph's capture.
+        self._gather: Kernel | None = gather_kernel(index)
         self._board = WordBoard()
         self._lock = threading.Lock()
         self._registrations: dict[int, HostRegistration] = {}
@@ -178,6 +183,12 @@ class CudaDevice:
                 for mover in mine:
                     if (last := mover.last()) is not None:
                         stream.wait(last)
+
+    def gather(self, gather: PagedGather) -> tuple[torch.Tensor, ...]:
+        """See `Device.gather`; waits for the GPU where NVIDIA's compiler package is missing."""
+        if self._gather is None:
+            return gather_with_torch(gather)
+        return gather_with_kernel(self._gather, gather)
 
     def close(self) -> None:
         """See `Device.close`."""
