@@ -121,10 +121,9 @@ class Tier:
         records: dict[str, dict[int, SlotRef]] = {}
         for name, pages in pages_to_lease(self.layout, lengths).items():
             book = self._book.groups[self._numbers[name]]
-            wanted = [keys[page] for page in pages]
-            refs = self._book.refs(map(book.index.__getitem__, wanted))
+            refs = self._book.refs(book.index[keys[page]] for page in pages)
             records[name] = dict(zip(pages, refs, strict=True))
-            book.policy.touch(wanted)
+            book.policy.touch([keys[page] for page in pages])
         deadline = None if lease_seconds is None else now + lease_seconds
         return Hit(lengths=lengths, lease=self._leases.grant(session, records, deadline))
 
