@@ -158,6 +158,18 @@ class LoadFailed(RayHiCacheError):
         return tuple(found)
 
 
+class PeerMismatch(RayHiCacheError):
+    """Ranks of one group mean different things by the same transfer, or hold different pools."""
+
+
+class PeerLost(RayHiCacheError):
+    """A rank of the group ended, or gave up a transfer that all move together."""
+
+
+class PeerUnreachable(RayHiCacheError):
+    """This rank can't write to a peer's memory: the group's ranks load by themselves."""
+
+
 class DigestMismatch(RayHiCacheError):
     """Bytes that crossed a network or a crash are not those that were stored."""
 
