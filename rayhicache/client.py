@@ -38,7 +38,7 @@ from rayhicache.errors import (
     StaleSlot,
     UnknownLease,
 )
-from rayhicache.memory.digest import record_digests
+from rayhicache.memory.digest import placed_sums
 from rayhicache.memory.port import OpenSlots, Port
 from rayhicache.memory.sessions import LIFE_BITS
 from rayhicache.memory.view import ArenaView
@@ -260,7 +260,7 @@ class TierClient:
 
         def prepare(ticket: Ticket) -> None:
             ticket.on_seal(lambda: self._seal(filling))
-            ticket.on_close(lambda outcome: self._settle(filling, outcome))
+            ticket.on_close(lambda outcome: self._settle(ticket, filling, outcome))
 
         return self._copier.start_writing([request], prepare=prepare)
 
@@ -370,7 +370,7 @@ class TierClient:
             self._ask("abort", lambda: self._port.abort(refs, sealed=True), None)
             filling.sealed = True
 
-    def _settle(self, filling: _Filling, outcome: Outcome) -> None:
+    def _settle(self, ticket: Ticket, filling: _Filling, outcome: Outcome) -> None:
         """No copy of a store can land any more: commit what is whole, free what isn't."""
         if not filling.fills:
             return
@@ -379,7 +379,8 @@ class TierClient:
             self._ask("unseal", lambda: self._port.unseal(refs), None)
         elif outcome.done:
             keys = [fill.key for fill in filling.fills]
-            digests = record_digests(self.layout, self._host.region, self._host.data, refs, keys)
+            sums = ticket.sums[self._group].tolist()
+            digests = placed_sums(self.layout, sums, refs, keys)
             self._ask("commit", lambda: self._port.commit(refs, digests), 0)
         else:
             self._ask("abort", lambda: self._port.abort(refs, sealed=False), None)

@@ -15,6 +15,7 @@ import torch
 
 from rayhicache.device.cpu_memory import CachingAllocator
 from rayhicache.device.cpu_stream import CpuEvent, CpuStream, HostStream
+from rayhicache.device.digests import PageSums, add_with_torch, new_sums, whole_pages
 from rayhicache.device.paged import PagedGather, gather_with_torch
 from rayhicache.device.protocols import Direction, Landing, Stream
 from rayhicache.device.staging import StagedPlan, StagedTransfer
@@ -109,6 +110,26 @@ class CpuDevice:
         event = staged.events.take()
         stream.record(event)
         return Landing(layer_id=layer_id, pools=(transfer.pool,), events=(event,))
+
+    def digests(self, staged: StagedPlan, stream: Stream) -> PageSums:
+        """See `Device.digests`; one operation of the stream itself."""
+        space = staged.space
+        sums = {
+            group: new_sums(space, group, count, self.torch_device)
+            for group, count in whole_pages(staged).items()
+        }
+        moving = [transfer for transfer in staged.transfers if transfer.count]
+
+        def add() -> None:
+            for transfer in moving:
+                rows = _at(transfer.device_indices.data_ptr(), transfer.count, torch.int64)
+                group = space.layout.pool(transfer.pool).group
+                add_with_torch(space, transfer, rows, sums[group])
+
+        _cpu(stream).enqueue(add, "digests")
+        event = staged.events.take()
+        stream.record(event)
+        return PageSums(sums=sums, event=event)
 
     def gather(self, gather: PagedGather) -> tuple[torch.Tensor, ...]:
         """See `Device.gather`; refuses indices that are none of the blocks."""

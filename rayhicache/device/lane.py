@@ -185,10 +185,18 @@ class Lane:
         self._staging.record_transfer_indices_on_stream(
             self.stream, staged.host_indices, staged.device_indices, staged.pool_transfers
         )
-        for landing in self._device.copy(staged, self.stream):
-            job.ticket.counter.recorded(landing.layer_id, landing.pools, landing.events)
-            if job.ticket.cancelled:
-                return "cancelled"
+        store = self._direction is Direction.STORE
+        digests = self._device.digests(staged, self.stream) if store else None
+        try:
+            for landing in self._device.copy(staged, self.stream):
+                job.ticket.counter.recorded(landing.layer_id, landing.pools, landing.events)
+                if job.ticket.cancelled:
+                    return "cancelled"
+        finally:
+            if digests is not None:
+                # They read the blocks beside the copies: the finish event covers them too.
+                self.stream.wait(digests.event)
+                job.ticket.sums = digests.sums
         return ""
 
     def _finish(self) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from rayhicache.device.digests import PageSums
     from rayhicache.device.paged import PagedGather
     from rayhicache.device.staging import StagedPlan
 
@@ -120,6 +121,17 @@ class Device(Protocol):
 
         Events are taken from `staged.events` and stay unused until the plan is retired. The
         caller may stop iterating; what was enqueued by then still runs.
+        """
+
+    def digests(self, staged: StagedPlan, stream: Stream) -> PageSums:
+        """Enqueue the sums of a plan's pages, read from the device's blocks.
+
+        They run after what the stream has now, and may run beside what it gets later: the caller
+        makes the stream wait for `PageSums.event` before it says that the plan is done. Doesn't
+        block. The event is taken from `staged.events`.
+
+        Raises:
+            InvalidPlan: the plan doesn't move whole pages, in order.
         """
 
     def gather(self, gather: PagedGather) -> tuple[torch.Tensor, ...]:

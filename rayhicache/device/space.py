@@ -94,6 +94,10 @@ class TransferSpace:
             )
         return bounds
 
+    def offset(self, pool: str, layer_id: int, component: int) -> int:
+        """Where the fragment of a component, of this rank's shard, begins in a record."""
+        return self._offsets[pool, layer_id, component]
+
     def host_rows(self, pool: str, layer_id: int, component: int) -> torch.Tensor:
         """`uint8[num_slots, blocks_per_page, block_bytes], host`: a view into the arena.
 

@@ -8,10 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from typing import TYPE_CHECKING
 
 from rayhicache.core.plan import Indices
 from rayhicache.device.counter import LayerTransferCounter
 from rayhicache.device.protocols import Direction
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +52,8 @@ class Ticket:
         all_blocks: those of all pools.
         counter: gates the readers of a load.
         fault: what was raised while it was enqueued, if anything was.
+        sums: of a store's pages, as `PageSums.sums`; there once it is done. Empty until its copies
+            are enqueued, and when there was nothing to store.
     """
 
     def __init__(
@@ -65,6 +71,7 @@ class Ticket:
         self.blocks, self.all_blocks = _sets(blocks)
         self.counter = counter
         self.fault: BaseException | None = None
+        self.sums: Mapping[str, torch.Tensor] = {}
         self._state = TicketState.OPEN
         self._cause = ""
         self._late = False

@@ -5,6 +5,10 @@ depend on the position, plus a hash of (key, generation, layout fingerprint, lay
 change of one word changes the sum, words that trade places do, and right bytes under a wrong key
 do. Both a CPU and a GPU compute it vectorised.
 
+Only the bytes of fragments count, each at its place in the layer group: what lies between them
+in a record counts as zero. So the device's own blocks, which have nothing between them, give the
+same sums, fragment by fragment in any order.
+
 Source of the sum: D. Lemire, O. Kaser, "Strongly universal string hashing is fast", 2014.
 """
 
@@ -18,7 +22,7 @@ import torch
 
 from rayhicache.core.keys import PageKey, joined
 from rayhicache.core.layout import RecordLayout
-from rayhicache.core.slots import Region, SlotRef
+from rayhicache.core.slots import Region, SlotRef, slots_of
 from rayhicache.memory.owner import AdoptedRecord
 
 WORD_BYTES = 8
@@ -41,17 +45,52 @@ def coefficients(count: int) -> torch.Tensor:
     return (x ^ ((x >> 31) & ((1 << 33) - 1))) | 1
 
 
-def bytes_digest(rows: torch.Tensor) -> torch.Tensor:
-    """Sum of each row: `int64[n]` of `uint8[n, nbytes]`, `nbytes` a multiple of 8."""
+@lru_cache(maxsize=64)
+def counted(layout: RecordLayout, record_group: str, group: int) -> torch.Tensor | None:
+    """Which bits of a layer group's words are fragments': `int64[nbytes / 8]`; None for all."""
+    shape = layout.shape(record_group)
+    run = shape.group_runs[group]
+    mask = torch.zeros(run.nbytes, dtype=torch.uint8)
+    for fragment in shape.fragments:
+        if fragment.layer_id in run.layer_ids:
+            start = fragment.offset - run.offset
+            mask[start : start + fragment.nbytes] = 0xFF
+    return None if bool(mask.all()) else mask.view(torch.int64)
+
+
+def run_sums(
+    layout: RecordLayout, record_group: str, group: int, rows: torch.Tensor
+) -> torch.Tensor:
+    """Sums of whole layer groups: `int64[n]` of `uint8[n, nbytes of the group], host`."""
+    if not rows.shape[1]:
+        return torch.zeros(rows.shape[0], dtype=torch.int64)
     words = rows.contiguous().view(torch.int64)
+    mask = counted(layout, record_group, group)
+    if mask is not None:
+        words = words & mask
     return (words * coefficients(words.shape[-1])).sum(dim=-1)
+
+
+def fragment_sums(rows: torch.Tensor, position: int, factors: torch.Tensor) -> torch.Tensor:
+    """What fragments of some bytes add to their layer group's sums: `int64[n]` of `uint8[n, > 0]`.
+
+    Args:
+        position: of their first byte in the layer group; any.
+        factors: `coefficients` of at least the layer group's words, where the rows are.
+    """
+    first, lead = divmod(position, WORD_BYTES)
+    nbytes = rows.shape[1]
+    count = -(-(lead + nbytes) // WORD_BYTES)
+    padded = rows.new_zeros((rows.shape[0], count * WORD_BYTES))
+    padded[:, lead : lead + nbytes] = rows
+    return (padded.view(torch.int64) * factors[first : first + count]).sum(dim=-1)
 
 
 def placed(total: int, key: PageKey, generation: int, place: tuple[str, int]) -> int:
     """The digest of one layer group: the sum of its bytes, and where they belong.
 
     Args:
-        total: from `bytes_digest`.
+        total: from `run_sums`, or the sum of its fragments'.
         place: the layout's fingerprint and the number of the layer group.
     """
     fingerprint, group = place
@@ -60,6 +99,23 @@ def placed(total: int, key: PageKey, generation: int, place: tuple[str, int]) ->
     )
     seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
     return (total + seed) & _MASK
+
+
+def placed_sums(
+    layout: RecordLayout,
+    sums: Sequence[Sequence[int]],
+    refs: Sequence[SlotRef],
+    keys: Sequence[PageKey],
+) -> list[tuple[int, ...]]:
+    """Digests of records from their sums: `[records][layer groups]`, as `placed` makes each."""
+    fingerprint = layout.fingerprint()
+    return [
+        tuple(
+            placed(total, key, ref.generation, (fingerprint, group))
+            for group, total in enumerate(totals)
+        )
+        for totals, ref, key in zip(sums, refs, keys, strict=True)
+    ]
 
 
 def record_digests(
@@ -74,18 +130,13 @@ def record_digests(
     Args:
         data: `uint8[num_slots * record_bytes], host`: all slots of the region.
     """
-    runs = layout.shape(region.group).group_runs
-    fingerprint = layout.fingerprint()
     records = data.view(region.num_slots, region.record_bytes)
-    rows = torch.tensor([ref.slot - region.first_slot for ref in refs], dtype=torch.int64)
-    sums = [bytes_digest(records[rows, r.offset : r.offset + r.nbytes]).tolist() for r in runs]
-    return [
-        tuple(
-            placed(sums[group][at], key, ref.generation, (fingerprint, group))
-            for group in range(len(runs))
-        )
-        for at, (ref, key) in enumerate(zip(refs, keys, strict=True))
+    rows = torch.tensor(slots_of(refs), dtype=torch.int64) - region.first_slot
+    sums = [
+        run_sums(layout, region.group, group, records[rows, run.offset : run.offset + run.nbytes])
+        for group, run in enumerate(layout.shape(region.group).group_runs)
     ]
+    return placed_sums(layout, torch.stack(sums, dim=1).tolist(), refs, keys)
 
 
 def is_whole(record: AdoptedRecord) -> bool:
@@ -98,13 +149,10 @@ def is_whole(record: AdoptedRecord) -> bool:
         return False
     fingerprint = record.layout.fingerprint()
     data = torch.frombuffer(record.data, dtype=torch.uint8).unsqueeze(0)
-    return all(
-        placed(
-            int(bytes_digest(data[:, run.offset : run.offset + run.nbytes]).item()),
-            record.key,
-            record.ref.generation,
-            (fingerprint, group),
-        )
-        == record.digests[group]
-        for group, run in enumerate(runs)
-    )
+    for group, run in enumerate(runs):
+        rows = data[:, run.offset : run.offset + run.nbytes]
+        total = int(run_sums(record.layout, record.group, group, rows).item())
+        place = (fingerprint, group)
+        if placed(total, record.key, record.ref.generation, place) != record.digests[group]:
+            return False
+    return True

@@ -20,6 +20,7 @@ from rayhicache.pools.base import DevicePool, PoolSet
 if TYPE_CHECKING:
     import torch
 
+    from rayhicache.device.digests import PageSums
     from rayhicache.device.paged import PagedGather
 
 
@@ -77,6 +78,10 @@ class DeviceDecorator:
     def copy(self, staged: StagedPlan, stream: Stream) -> Iterator[Landing]:
         """See `Device.copy`."""
         return self.inner.copy(staged, stream)
+
+    def digests(self, staged: StagedPlan, stream: Stream) -> PageSums:
+        """See `Device.digests`."""
+        return self.inner.digests(staged, stream)
 
     def gather(self, gather: PagedGather) -> tuple[torch.Tensor, ...]:
         """See `Device.gather`."""

@@ -25,7 +25,7 @@ from rayhicache.core.keys import PageKey
 from rayhicache.core.layout import ComponentSpec, LayerRun, PoolSpec, RecordLayout
 from rayhicache.core.slots import Region, SlotRef
 from rayhicache.errors import TransportError
-from rayhicache.memory.digest import bytes_digest, placed, record_digests
+from rayhicache.memory.digest import placed, record_digests, run_sums
 from rayhicache.memory.port import Port
 from rayhicache.memory.view import ArenaView
 from rayhicache.transport.protocol import ChunkRequest, PeerLease, Transport
@@ -172,7 +172,8 @@ class TransportConformance:
         fingerprint = peer.layout.fingerprint()
         for group, run in enumerate(peer.runs):
             rows = torch.frombuffer(bytearray(peer.read(lease, group)), dtype=torch.uint8)
-            sums = bytes_digest(rows.view(len(keys), run.nbytes)).tolist()
+            rows = rows.view(len(keys), run.nbytes)
+            sums = run_sums(peer.layout, peer.region.group, group, rows).tolist()
             for at, key in enumerate(keys):
                 mine = placed(sums[at], key, lease.refs[at].generation, (fingerprint, group))
                 assert lease.digests[at][group] == mine

@@ -22,7 +22,7 @@ from rayhicache.core.keys import PageKey
 from rayhicache.core.layout import LayerRun
 from rayhicache.core.outcomes import Fill
 from rayhicache.errors import DigestMismatch, TransportError
-from rayhicache.memory.digest import bytes_digest, placed
+from rayhicache.memory.digest import placed, run_sums
 from rayhicache.memory.owner import ArenaOwner
 from rayhicache.transport.protocol import ChunkRequest, PeerLease, Transport
 
@@ -192,7 +192,9 @@ class Puller:
                 remedy="compute the pages, and see what the peer's log says",
             )
         rows = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        sums: list[int] = bytes_digest(rows.view(len(chunk.fills), chunk.run.nbytes)).tolist()
+        rows = rows.view(len(chunk.fills), chunk.run.nbytes)
+        record_group = layout.groups[0].name
+        sums: list[int] = run_sums(layout, record_group, chunk.group, rows).tolist()
         for at, fill_number in enumerate(chunk.fills):
             key = fills[fill_number].key
             page = pages[key]

@@ -17,6 +17,7 @@ import torch
 from rayhicache.device.cuda.bulk import BulkKernel, BulkQueue, bulk_kernel
 from rayhicache.device.cuda.choice import CopyChoice
 from rayhicache.device.cuda.compiling import Kernel
+from rayhicache.device.cuda.digests import Digester
 from rayhicache.device.cuda.driver import Driver, driver
 from rayhicache.device.cuda.geometry import Geometry, geometry_of
 from rayhicache.device.cuda.movers import (
@@ -32,6 +33,7 @@ from rayhicache.device.cuda.queue import CopyQueue
 from rayhicache.device.cuda.registration import HostRegistration, populate
 from rayhicache.device.cuda.stream import CudaEvent, CudaStream
 from rayhicache.device.cuda.words import WordBoard
+from rayhicache.device.digests import PageSums
 from rayhicache.device.paged import PagedGather, gather_with_torch
 from rayhicache.device.protocols import Direction, Landing, Stream
 from rayhicache.device.space import TransferSpace
@@ -83,6 +85,7 @@ class CudaDevice:
         self._kernel: BulkKernel | None = bulk_kernel(index)
         # Not at first use: that may be inside a graph's capture.
         self._gather: Kernel | None = gather_kernel(index)
+        self._digester = Digester(self.torch_device)
         self._board = WordBoard()
         self._lock = threading.Lock()
         self._registrations: dict[int, HostRegistration] = {}
@@ -183,6 +186,11 @@ class CudaDevice:
                 for mover in mine:
                     if (last := mover.last()) is not None:
                         stream.wait(last)
+
+    def digests(self, staged: StagedPlan, stream: Stream) -> PageSums:
+        """See `Device.digests`; on a stream beside the copies."""
+        assert isinstance(stream, CudaStream), "digests need a stream of this device"
+        return self._digester.digest(staged, stream)
 
     def gather(self, gather: PagedGather) -> tuple[torch.Tensor, ...]:
         """See `Device.gather`; waits for the GPU where NVIDIA's compiler package is missing."""
