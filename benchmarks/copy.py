@@ -127,14 +127,14 @@ def both_at_once(rig: Rig, limits: dict[Direction, float], rounds: int = 6) -> l
 
 
 def curve(choice: CopyChoice, limits: dict[Direction, float]) -> dict[tuple[Direction, int], float]:
-    """Fractions of the limit by fragment size, one way of copying; 1 GiB or less each."""
+    """Fractions of the limit by fragment size, one way of copying; 512 MiB or less each."""
     device = CudaDevice(choice=choice)
     found = {}
     for kib in CURVE_KIB:
-        layers = max(min((1 << 30) // (kib << 10) // PAGES, 64), 2)
+        layers = max(min((1 << 29) // (kib << 10) // PAGES, 64), 2)
         rig = Rig(device, (("kv", (kib << 10,)),), layers)
         for way in Direction:
-            found[way, kib] = limits[way] * rig.nbytes / rig.seconds(way, runs=5)
+            found[way, kib] = limits[way] * rig.nbytes / rig.seconds(way, runs=3)
         rig.close()
     return found
 

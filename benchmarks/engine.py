@@ -46,22 +46,22 @@ class Setup:
     turn: int
     written_per_token: int = 16
     steps: int = 12
-    cycles: int = 6
+    cycles: int = 4
     lane_pages: int = 64
 
 
-# 112 KiB a token: the longest prefix is 28 GiB of the arena's 36, and as much of the GPU.
+# 112 KiB a token: the longest prefix is 14 GiB of the arena's 20, and as much of the GPU.
 FULL = Setup(
     spec=EngineSpec(
         model="llama-3b",
         dtype="bfloat16",
-        num_blocks=262_144 // PAGE + 256,
-        max_positions=262_144 + 2048,
+        num_blocks=131_072 // PAGE + 1_536,
+        max_positions=131_072 + 2048,
     ),
-    arena_bytes=36 << 30,
+    arena_bytes=20 << 30,
     chunk=2048,
-    prefixes=(8_192, 32_768, 262_144),
-    restores=5,
+    prefixes=(8_192, 32_768, 131_072),
+    restores=3,
     sessions=(1, 8, 32),
     turn=2_048,
 )
