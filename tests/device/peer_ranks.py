@@ -57,7 +57,7 @@ class Rank:
         rank: int,
         num_ranks: int,
         *,
-        inner: CpuDevice | DeviceDecorator | None = None,
+        inner: Any = None,
         backend: PeerBackend | None = None,
         limits: PeerLimits = LIMITS,
         sharded: bool = False,
@@ -261,11 +261,13 @@ def restored(ranks: Sequence[Rank], slots: Sequence[int], *, seed: int = 0) -> l
 class Process:
     """A rank in a process of its own; `call` runs one of its methods there."""
 
-    def __init__(self, folder: Path, rank: int, num_ranks: int) -> None:
+    def __init__(
+        self, folder: Path, rank: int, num_ranks: int, make: type[Rank] | None = None
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(
-            target=_serve, args=(theirs, folder, rank, num_ranks), daemon=True
+            target=_serve, args=(theirs, make or ServedRank, folder, rank, num_ranks), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -298,8 +300,6 @@ class Process:
 class ServedRank(Rank):
     """Methods with values that travel."""
 
-    tickets: list[Ticket]
-
     def start(self, slots: Sequence[int]) -> None:
         """Start a load into fresh blocks."""
         self.blocks = self.take(len(slots))
@@ -314,13 +314,23 @@ class ServedRank(Rank):
     def wait_side(self, count: int) -> bool:
         return self.side().wait_pending(count, SECONDS)
 
+    def check(self, slots: Sequence[int]) -> None:
+        self.expect(self.blocks, slots)
+
+    def store_and_check(self, slots: Sequence[int]) -> None:
+        """Store blocks of these contents; every record is whole once it is done."""
+        blocks = self.take(len(slots))
+        self.fill_blocks(blocks, slots)
+        assert outcome_of(self.store(blocks, slots)).done
+        self.expect_records(slots)
+
     def ended(self) -> tuple[bool, str]:
         outcome = outcome_of(self.ticket)
         return outcome.done, outcome.cause
 
 
-def _serve(pipe: Connection, folder: Path, rank: int, num_ranks: int) -> None:
-    served = ServedRank(folder, rank, num_ranks, connect=False)
+def _serve(pipe: Connection, make: type[Rank], folder: Path, rank: int, num_ranks: int) -> None:
+    served = make(folder, rank, num_ranks, connect=False)
     while True:
         try:
             name, args = pipe.recv()
@@ -329,7 +339,7 @@ def _serve(pipe: Connection, folder: Path, rank: int, num_ranks: int) -> None:
         try:
             pipe.send(getattr(served, name)(*args))
         except BaseException as fault:
-            served.fault = fault  # type: ignore[attr-defined]
             pipe.send(RuntimeError(repr(fault)))
+            raise
         if name == "close":
             return

@@ -149,7 +149,7 @@ def test_a_load_that_is_given_up_waits_for_what_the_peer_has_enqueued() -> None:
 def test_a_peer_that_never_comes_is_not_waited_for_long() -> None:
     limits = replace(LIMITS, begin_seconds=0.1)
     with group_of(3, _limited(limits)) as ranks:
-        found = together([lambda r=rank: r.restore(RESTORED) for rank in ranks[:2]])
+        found = restored(ranks[:2], RESTORED)
         assert all("other ranks {2: 'behind'}" in why or "gone" in why for why in found)
         # It comes after all, finds the others gone and restores by itself.
         assert "gone" in ranks[2].restore(RESTORED)
@@ -260,7 +260,7 @@ def test_pools_that_differ_by_rank_are_loaded_whole_beside_those_that_are_shared
 
 def test_a_plan_too_large_for_the_board_is_moved_by_each_rank() -> None:
     limits = replace(LIMITS, indices_max=2 * PER_PAGE)
-    with group_of(2, lambda *a: counting(*a, limits=limits)) as ranks:
+    with group_of(2, lambda f, rank, num: counting(f, rank, num, limits=limits)) as ranks:
         assert restored(ranks, RESTORED) == ["", ""]
         rows = [rank.inner.rows for rank in ranks if isinstance(rank.inner, Counting)]
         assert rows == [2 * PER_PAGE * len(RESTORED)] * 2
