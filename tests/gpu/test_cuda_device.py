@@ -31,18 +31,22 @@ def held(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 class TestCudaDevice(DeviceConformance):
-    @pytest.fixture(params=["engine", "kernel", "both", "strided"])
+    @pytest.fixture(params=["engine", "kernel", "both", "strided", "triton"])
     def device(self, request: pytest.FixtureRequest) -> Iterator[Device]:
         from rayhicache.device.cuda.choice import CopyChoice
         from rayhicache.device.cuda.device import CudaDevice
 
         choice = {
             "engine": CopyChoice(load=(), store=()),
+            "triton": CopyChoice(load=((1 << 40, 1.0),), store=((1 << 40, 1.0),)),
             "kernel": CopyChoice(load=((1 << 40, 1.0),), store=((1 << 40, 1.0),)),
             "strided": CopyChoice(load=(), store=(), strided_from=0),
             "both": CopyChoice(load=((1 << 40, 0.5),), store=((1 << 40, 0.5),)),
         }[request.param]
         device = CudaDevice(choice=choice)
+        if request.param == "triton":
+            pytest.importorskip("triton")
+            device._kernel = None
         yield device
         torch.cuda.synchronize()
         device.close()

@@ -32,7 +32,8 @@ from rayhicache.device.cuda.paged import gather_kernel, gather_with_kernel
 from rayhicache.device.cuda.queue import CopyQueue
 from rayhicache.device.cuda.registration import HostRegistration, populate
 from rayhicache.device.cuda.stream import CudaEvent, CudaStream
-from rayhicache.device.cuda.words import WordBoard
+from rayhicache.device.cuda.triton_copy import TritonCopy, TritonMover, triton_copy
+from rayhicache.device.cuda.words import Word, WordBoard
 from rayhicache.device.digests import PageSums
 from rayhicache.device.paged import PagedGather, gather_with_torch
 from rayhicache.device.protocols import Direction, Landing, Stream
@@ -57,6 +58,7 @@ class _Lane:
     def __init__(self) -> None:
         self.engine: CopyQueue | None = None
         self.kernels: list[BulkQueue] = []
+        self.others: list[tuple[torch.cuda.Stream, Word]] = []
 
 
 class CudaDevice:
@@ -222,11 +224,9 @@ class CudaDevice:
                 rows = share.kernel_rows
                 if rows:
                     # Pools side by side, each on a stream of its own: layer by layer all of them.
-                    queue = self._kernel_queue(lane, kernels)
                     grid = max(round(blocks * share.kernel_bytes / kernel_bytes), 1)
-                    mine.append(
-                        BulkMover(queue, self._moving(staged, transfer, 0, rows), blocks=grid)
-                    )
+                    moving = self._moving(staged, transfer, 0, rows)
+                    mine.append(self._kernel_mover(lane, kernels, moving, grid))
                     kernels += 1
                 if rows < transfer.count:
                     rest = self._moving(staged, transfer, rows, transfer.count)
@@ -242,7 +242,7 @@ class CudaDevice:
         sizes, layers = place.geometry.sizes, place.geometry.layers
         if not transfer.count or not sizes:
             return _Share(reachable=True, kernel_rows=0, kernel_bytes=0, all_bytes=0)
-        kernel = self._kernel is not None and self._kernel.can_move(sizes, layers)
+        kernel = self._bulk_moves(sizes, layers) or self._triton() is not None
         reachable = (
             self._driver.can_wait
             and (kernel or self._driver.can_batch)
@@ -301,6 +301,24 @@ class CudaDevice:
                 self._driver, torch.cuda.Stream(self.torch_device), self._board.new_word()
             )
         return lane.engine
+
+    def _bulk_moves(self, sizes: list[int], layers: int) -> bool:
+        return self._kernel is not None and self._kernel.can_move(sizes, layers)
+
+    def _triton(self) -> TritonCopy | None:
+        """For GPUs before Hopper, and fragments that the bulk kernel can't move."""
+        return triton_copy(self._index)
+
+    def _kernel_mover(self, lane: _Lane, number: int, moving: Moving, blocks: int) -> Mover:
+        if self._bulk_moves(moving.place.sizes, moving.place.layers):
+            return BulkMover(self._kernel_queue(lane, number), moving, blocks=blocks)
+        copy = self._triton()
+        assert copy is not None, "rows are given to a kernel where there is one"
+        while len(lane.others) <= number:
+            stream = torch.cuda.Stream(self.torch_device)
+            lane.others.append((stream, self._board.new_word()))
+        stream, word = lane.others[number]
+        return TritonMover(copy, self._driver, stream, word, moving, blocks=2 * blocks)
 
     def _kernel_queue(self, lane: _Lane, number: int) -> BulkQueue:
         assert self._kernel is not None

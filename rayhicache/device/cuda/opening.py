@@ -53,12 +53,13 @@ def ways_lacking(capability: tuple[int, int], *, has_kernel: bool, can_batch: bo
     if capability < MIN_CAPABILITY:
         found.append(
             f"compute capability {capability[0]}.{capability[1]} has no bulk copies (9.0 has): "
-            "small fragments go by the copy engine too, and slower"
+            "small fragments go by a Triton kernel, which takes more of the GPU"
         )
     elif not has_kernel:
         found.append(
             "the package cuda-core, which compiles the copy kernel, isn't installed: small "
-            "fragments go by the copy engine too, and slower; install `rayhicache[cuda]`"
+            "fragments go by a Triton kernel, which takes more of the GPU; install "
+            "`rayhicache[cuda]`"
         )
     if not can_batch:
         found.append(
