@@ -8,18 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from device.worlds import SECONDS, World, all_enqueued, nsa
 from rayhicache.core.keys import PageKey
 from rayhicache.core.layout import ComponentSpec, PoolSpec, RecordLayout
 from rayhicache.core.plan import plan_pages
 from rayhicache.core.slots import SlotRef
 from rayhicache.device.cpu import CpuDevice
-from rayhicache.device.protocols import Direction
-from rayhicache.device.staging import Staging
+from rayhicache.device.digests import PageSums
+from rayhicache.device.protocols import Direction, Stream
+from rayhicache.device.staging import StagedPlan, Staging
 from rayhicache.errors import InvalidPlan
 from rayhicache.memory.digest import placed_sums, record_digests
 from rayhicache.testing.device_conformance import FIRST_SLOT, make_space
+from rayhicache.testing.faults import DeviceDecorator
 
-SECONDS = 20.0
 BLOCKS, SLOTS = 48, 8
 
 
@@ -98,6 +100,44 @@ def test_digests_come_after_what_the_stream_had_before() -> None:
     assert digests.event.synchronize(SECONDS)
     assert not digests.sums["full"].any()
     device.close()
+
+
+class BesideDevice(DeviceDecorator):
+    """Digests have a stream of their own, as on a GPU; the test holds it."""
+
+    def __init__(self, inner: CpuDevice) -> None:
+        super().__init__(inner)
+        self.beside = inner.new_stream("beside")
+        self.beside.pause()
+
+    def digests(self, staged: StagedPlan, stream: Stream) -> PageSums:
+        start = staged.events.take()
+        stream.record(start)
+        self.beside.wait(start)
+        return self.inner.digests(staged, self.beside)
+
+
+def test_stored_blocks_are_not_reused_before_their_digests_have_read_them() -> None:
+    """R11, where the digests come later than the copies."""
+    device = BesideDevice(CpuDevice())
+    world = World(nsa, device=device)
+    blocks = world.take(8)  # two pages of four
+    world.fill_blocks(blocks, [3, 5])
+    ticket = world.store(blocks, [3, 5])
+    all_enqueued(ticket)
+    world.pools.free(blocks)
+    assert ticket.result(0.1) is None
+    assert world.pools.allocator.num_held() == len(blocks)
+    device.beside.resume()
+    outcome = ticket.result(SECONDS)
+    assert outcome is not None
+    assert outcome.done
+    refs = [SlotRef(slot, 1) for slot in (3, 5)]
+    keys = [PageKey(bytes([slot]) * 16) for slot in (3, 5)]
+    host = world.space.regions["full"]
+    wanted = record_digests(world.layout, host.region, host.data, refs, keys)
+    assert placed_sums(world.layout, ticket.sums["full"].tolist(), refs, keys) == wanted
+    world.close()
 
 
 @pytest.mark.parametrize(("skip", "blocks"), [(2, (3,)), (0, (3, 2, 1))])

@@ -75,6 +75,7 @@ def test_a_gpus_digests_are_the_hosts(
     for name, memory in here.pools.items():
         for mine, theirs in zip(memory.components, there.pools[name].components, strict=True):
             theirs.copy_(mine.random_(0, 256))
+    torch.cuda.synchronize()
     most = min(SLOTS, *(BLOCKS // layout.blocks_per_page(pool.name) for pool in layout.pools))
     for pages in {1, 3, min(9, most), most}:
         plan = permuted(layout, pages)
