@@ -17,12 +17,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from rayhicache.core.keys import PageKey
 from rayhicache.core.layout import ComponentSpec, PoolSpec, RecordLayout
 from rayhicache.core.plan import TransferPlan, plan_pages
-from rayhicache.core.slots import Region
+from rayhicache.core.slots import Region, SlotRef
+from rayhicache.device.paged import PagedGather, Section
 from rayhicache.device.protocols import Device, Direction, Stream
 from rayhicache.device.space import HostRegion, PoolMemory, TransferSpace
 from rayhicache.device.staging import Staging
+from rayhicache.memory.digest import placed_sums, record_digests
 from rayhicache.testing import poison
 
 SECONDS = 20.0
@@ -226,6 +229,57 @@ class DeviceConformance:
         space.regions["full"].data.fill_(poison.POISON)
         _run(device, space, plan, Direction.STORE)
         assert torch.equal(space.regions["full"].data, kept)
+
+    @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: geometry.name)
+    def test_digests_are_those_of_the_records_that_a_store_makes(
+        self, device: Device, geometry: Geometry
+    ) -> None:
+        """What lies between fragments in a record counts as nothing."""
+        layout = geometry.layout()
+        space = make_space(device, layout, num_blocks=4 * 64, num_slots=6)
+        slots = [FIRST_SLOT + at for at in (4, 0, 3)]
+        plan = plan_pages(layout, "full", slots, _permuted_blocks(layout, pages=3))
+        _fill_records(space, slots)
+        _run(device, space, plan, Direction.LOAD)
+        stream = device.new_stream("store")
+        staging = Staging(device, space, stream)
+        staged = staging.move_hybrid_indices([plan], Direction.STORE)
+        assert staged is not None
+        digests = device.digests(staged, stream)
+        assert list(device.copy(staged, stream))
+        stream.wait(digests.event)
+        assert _passes(device, stream)
+        host = space.regions["full"]
+        refs = [SlotRef(slot, 1) for slot in slots]
+        keys = [PageKey(_key(slot) * 4) for slot in slots]
+        wanted = record_digests(layout, host.region, host.data, refs, keys)
+        assert placed_sums(layout, digests.sums["full"].tolist(), refs, keys) == wanted
+        staging.retire(staged)
+
+    @pytest.mark.parametrize("widths", [(128, 4), (128, 0), (7, 3)], ids=str)
+    def test_a_gather_follows_no_padding(self, device: Device, widths: tuple[int, int]) -> None:
+        """Of a ragged batch, one sequence after the other; empty ones are legal."""
+        entries, lengths, tables = 4, [5, 0, 8], [[2, 0, -1], [-7, 10**6, 3], [1, 2, 10**6]]
+        blocks = torch.arange(3 * entries * sum(widths)).to(torch.uint8).view(3, -1)
+        found = device.gather(
+            PagedGather(
+                blocks=blocks.to(device.torch_device),
+                entries=entries,
+                sections=(
+                    Section(offset=0, entry_bytes=widths[0]),
+                    Section(offset=entries * widths[0], entry_bytes=widths[1]),
+                ),
+                tables=torch.tensor(tables, device=device.torch_device),
+                lengths=torch.tensor(lengths, device=device.torch_device),
+                total=sum(lengths),
+                longest=max(lengths),
+            )
+        )
+        rows = [(2, at) for at in range(4)] + [(0, 0)]
+        rows += [(block, at) for block in (1, 2) for at in range(4)]
+        for part, start, width in zip(found, (0, entries * widths[0]), widths, strict=True):
+            wanted = [blocks[b, start + e * width : start + (e + 1) * width] for b, e in rows]
+            assert torch.equal(part.cpu(), torch.stack(wanted))
 
     def test_one_stream_runs_in_order(self, device: Device) -> None:
         """A store right behind a load, with no event between, reads what the load brought."""
