@@ -132,7 +132,8 @@ __device__ __forceinline__ void give(
     __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * LANES)
+// Two blocks a multiprocessor, which leaves registers for all pages' loads to be under way at once.
+extern "C" __global__ void __launch_bounds__(WARPS * LANES, 2)
 digest_pages(const __grid_constant__ Job job)
 {
     const Part* parts = (const Part*)job.parts;
