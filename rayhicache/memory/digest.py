@@ -81,8 +81,12 @@ def fragment_sums(rows: torch.Tensor, position: int, factors: torch.Tensor) -> t
     first, lead = divmod(position, WORD_BYTES)
     nbytes = rows.shape[1]
     count = -(-(lead + nbytes) // WORD_BYTES)
-    padded = rows.new_zeros((rows.shape[0], count * WORD_BYTES))
-    padded[:, lead : lead + nbytes] = rows
+    aligned = not lead and not nbytes % WORD_BYTES and not rows.storage_offset() % WORD_BYTES
+    if aligned and rows.is_contiguous():
+        padded = rows
+    else:
+        padded = rows.new_zeros((rows.shape[0], count * WORD_BYTES))
+        padded[:, lead : lead + nbytes] = rows
     return (padded.view(torch.int64) * factors[first : first + count]).sum(dim=-1)
 
 
