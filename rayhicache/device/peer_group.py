@@ -237,8 +237,10 @@ class PeerGroup:
                 "memory": self.backend.export(shared),
             }
             written = mine.with_suffix(".new")
-            written.write_text(json.dumps(hello))
-            written.rename(mine)
+            # A peer that has refused has removed the folder; the board, still mapped, says why.
+            with contextlib.suppress(FileNotFoundError):
+                written.write_text(json.dumps(hello))
+                written.rename(mine)
             found = self._greet(board)
             self.backend.map_words(board)
             self._watch(found, hello)

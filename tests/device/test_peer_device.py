@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from rayhicache.device.cpu import CpuDevice
 from rayhicache.device.cpu_peers import CpuPeers
 from rayhicache.device.peers import PeerLimits
 from rayhicache.device.protocols import Direction, Landing, Stream
+from rayhicache.device.space import PoolMemory
 from rayhicache.device.staging import StagedPlan
 from rayhicache.errors import LoadFailed, PeerMismatch, PeerUnreachable
 from rayhicache.testing import poison
@@ -335,3 +338,31 @@ def _read(rank: Rank, layer_id: int, blocks: list[int]) -> torch.Tensor:
     with rank.pools.reading(blocks):
         rows = rank.pools.pool("kv").layer(layer_id)
         return rows.reshape(rows.shape[0], -1).view(torch.uint8)[blocks].clone()
+
+
+class Waiting(CpuPeers):
+    """Greets only when it is told to."""
+
+    go = threading.Event()
+
+    def export(self, memories: Mapping[str, PoolMemory]) -> Any:
+        assert self.go.wait(SECONDS)
+        return super().export(memories)
+
+
+def test_a_rank_whose_peer_has_refused_and_gone_is_refused_as_well() -> None:
+    """The peer has removed the folder by then."""
+    with shared_folder() as folder, ThreadPoolExecutor(1) as threads:
+        other = replace(LIMITS, indices_max=7)
+        ranks = [
+            Rank(folder, 0, 2, limits=LIMITS, connect=False),
+            Rank(folder, 1, 2, limits=other, connect=False, backend=Waiting(folder / "memory")),
+        ]
+        late = threads.submit(ranks[1].connect)
+        with pytest.raises(PeerMismatch):
+            ranks[0].connect()
+        Waiting.go.set()
+        with pytest.raises(PeerMismatch):
+            late.result(SECONDS)
+        for rank in ranks:
+            rank.close()
