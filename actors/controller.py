@@ -319,6 +319,7 @@ class Controller:
         limit = self._config.limits.part_seconds
         try:
             found = ask(handle, "run", encode(run), what=what, timeout=limit)
+            result = decode(found, PartResult)  # garbled, it ends this run and not the thread
         except ActorGone as fault:
             log.warning("%s", fault)
             self._stop_run(worker, run)  # it may be alive and only be slow
@@ -330,7 +331,6 @@ class Controller:
             log.warning("%s failed: %s", what, fault)
             self._failed(run, str(fault), retry=True)
         else:
-            result = decode(found, PartResult)
             with self._changed:
                 self._book.tokens(run, 0, result.tokens)
                 self._book.finish(run, result.report)
