@@ -21,7 +21,7 @@ def test_a_garbled_answer_fails_the_part_and_not_the_thread(
     monkeypatch.setattr(module, "DirectoryClient", lambda *_: None)
     monkeypatch.setattr(module, "name_process", lambda **_: None)
     first_life = SimpleNamespace(was_current_actor_reconstructed=False)
-    monkeypatch.setattr(module.ray, "get_runtime_context", lambda: first_life)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: first_life)
     controller = Controller(encode(CONFIG))
     run = Assignment(job="j", part=0, attempt=1, prompt=(1, 2, 3), max_new_tokens=1)
     failures: list[tuple[str, bool]] = []
