@@ -117,8 +117,12 @@ def _own_pid(_actor: object) -> int:
     return os.getpid()
 
 
-# The actors' processes can't import the tests.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]
+def by_value(module: str) -> None:
+    """Send the functions of a module of tests whole: the actors' processes can't import it."""
+    cloudpickle.register_pickle_by_value(sys.modules[module])  # type: ignore[no-untyped-call]  # ray's own gap
+
+
+by_value(__name__)
 
 
 def pid_of(actor: Any) -> int:

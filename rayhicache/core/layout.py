@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum, StrEnum
 from functools import lru_cache
 
@@ -280,8 +280,8 @@ def _encoded(value: object) -> bytes:
         return joined(type(value).__name__.encode(), repr(value).encode())
     if isinstance(value, tuple):
         return joined(b"t", *(_encoded(item) for item in value))
-    names = value.__dataclass_fields__  # type: ignore[attr-defined]  # frozen dataclasses only
-    return joined(b"d", *(_encoded(getattr(value, name)) for name in names))
+    assert is_dataclass(value), f"no encoding for {type(value).__name__}"
+    return joined(b"d", *(_encoded(getattr(value, field.name)) for field in fields(value)))
 
 
 def _refuse(found: str, remedy: str) -> None:

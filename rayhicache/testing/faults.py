@@ -170,6 +170,10 @@ class FailingDevice(DeviceDecorator):
         dice = random.Random(seed)
         return cls(inner, lambda _way, _layer: dice.random() < probability)
 
+    def heal(self) -> None:
+        """From now on nothing fails."""
+        self._fails = lambda _way, _layer: False
+
     def copy(self, staged: StagedPlan, stream: Stream) -> Iterator[Landing]:
         """See `Device.copy`.
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -20,9 +21,9 @@ from rayhicache.device.gpus import visible_gpus
 from rayhicache.errors import DeviceNotFound, InvalidConfig
 
 
-def parts(gpus: float, **values: object) -> float:
+def parts(gpus: float, **values: Any) -> float:
     """What each worker of a node with that many GPUs reserves."""
-    config = replace(hc.ClusterConfig(), **values)  # type: ignore[arg-type]  # any field's
+    config = replace(hc.ClusterConfig(), **values)
     return worker_gpus(config, {"node0": {"CPU": 4, "GPU": gpus}})["node0"]
 
 
@@ -94,9 +95,9 @@ def test_cuda_is_refused_before_a_local_ray_is_started(monkeypatch: pytest.Monke
         {"gpus_per_worker": float("nan")},
     ],
 )
-def test_a_device_out_of_range_is_refused(values: dict[str, object]) -> None:
+def test_a_device_out_of_range_is_refused(values: dict[str, Any]) -> None:
     with pytest.raises(InvalidConfig, match=next(iter(values))):
-        replace(hc.ClusterConfig(), **values)  # type: ignore[arg-type]  # wrong on purpose
+        replace(hc.ClusterConfig(), **values)
 
 
 @pytest.mark.ray

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import ray
-from ray import cloudpickle
 
 import clusters
-from clusters import LIMITS, NAME, PAGE, at, eventually, pid_of, pool, prompt, run_on, worker
+from clusters import (
+    LIMITS,
+    NAME,
+    PAGE,
+    at,
+    by_value,
+    eventually,
+    pid_of,
+    pool,
+    prompt,
+    run_on,
+    worker,
+)
 from rayhicache.actors.calls import ask
 from rayhicache.actors.cluster import Cluster
+from rayhicache.actors.l2_pool import L2Pool
 from rayhicache.actors.link import RayPort
 from rayhicache.actors.naming import worker_name
+from rayhicache.core.layout import RecordLayout
 from rayhicache.core.slots import Session
 from rayhicache.errors import PoolUnreachable, SessionEnded
 from rayhicache.memory.port import OpenSlots
 
 pytestmark = pytest.mark.ray
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]
+by_value(__name__)
 
 
 def inside(seat: str, look: Callable[[Any], Any]) -> Any:
@@ -30,15 +42,15 @@ def inside(seat: str, look: Callable[[Any], Any]) -> Any:
     return ask(pool(seat), "__ray_call__", look, what="look inside", timeout=clusters.SECONDS)
 
 
-def recovering(actor: Any) -> tuple[int, ...]:
-    return actor._owner.recovering()  # type: ignore[no-any-return]
+def recovering(actor: L2Pool) -> tuple[int, ...]:
+    return actor._owner.recovering()
 
 
-def sessions(actor: Any) -> tuple[Session, ...]:
-    return actor._owner.sessions()  # type: ignore[no-any-return]
+def sessions(actor: L2Pool) -> tuple[Session, ...]:
+    return actor._owner.sessions()
 
 
-def layout(actor: Any) -> Any:
+def layout(actor: L2Pool) -> RecordLayout | None:
     return actor._owner.layout
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rayhicache.core.hits import MISS, needed_pages, pages_to_lease, restorable_lengths
 from rayhicache.core.layout import GroupSpec, HitPolicy, RecordLayout
 from tiers import hybrid_layout, plain_layout, pool
@@ -57,12 +59,12 @@ def test_the_order_of_the_groups_does_not_matter() -> None:
 
 
 def test_a_lookup_reads_presence_no_further_than_the_first_gap() -> None:
-    def there() -> object:
+    def there() -> Iterator[bool]:
         yield True
         yield False
         raise AssertionError("read past the gap")
 
-    assert list(restorable_lengths(plain_layout(), 3, {"full": there()})) == [1]  # type: ignore[dict-item]  # raises
+    assert list(restorable_lengths(plain_layout(), 3, {"full": there()})) == [1]
 
 
 def test_a_lease_covers_what_any_of_the_lengths_needs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from rayhicache.core.layout import (
     GroupSpec,
     HitPolicy,
     IndexFormat,
+    PoolSpec,
     RecordLayout,
     Sharding,
 )
@@ -22,8 +24,8 @@ PACKED = 656
 GLM52_INDEX = (0, 1, *range(2, 78, 4))
 
 
-def layout_of(*pools: object, **others: object) -> RecordLayout:
-    return RecordLayout(page_tokens=PAGE, pools=pools, **others)  # type: ignore[arg-type]  # brevity
+def layout_of(*pools: PoolSpec, **others: Any) -> RecordLayout:
+    return RecordLayout(page_tokens=PAGE, pools=pools, **others)
 
 
 def model(layers: int, index_layers: tuple[int, ...]) -> RecordLayout:
@@ -172,7 +174,7 @@ def test_each_group_has_records_of_its_own_pools_only() -> None:
     assert layout.token_bytes() == 1.0
 
 
-CHANGES = {
+CHANGES: dict[str, Any] = {
     "page_tokens": 128,
     "pools": (pool("kv", 48),),
     "groups": (GroupSpec(arena_share=2.0),),
@@ -180,7 +182,7 @@ CHANGES = {
     "num_stages": 2,
     "num_layer_groups": 2,
 }
-POOL_CHANGES = {
+POOL_CHANGES: dict[str, Any] = {
     "name": "kv2",
     "layer_ids": (0, 2),
     "components": pool("kv", 16, 16).components,
@@ -193,14 +195,14 @@ POOL_CHANGES = {
 def test_any_changed_field_of_the_layout_changes_the_fingerprint(name: str) -> None:
     """R27: a field without an entry above fails here."""
     layout = layout_of(pool("kv", 32))
-    assert replace(layout, **{name: CHANGES[name]}).fingerprint() != layout.fingerprint()  # type: ignore[arg-type]  # by name
+    assert replace(layout, **{name: CHANGES[name]}).fingerprint() != layout.fingerprint()
 
 
 @pytest.mark.parametrize("name", POOL_CHANGES)
 def test_any_changed_field_of_a_pool_changes_the_fingerprint(name: str) -> None:
     """R27."""
     before = pool("kv", 32)
-    after = replace(before, **{name: POOL_CHANGES[name]})  # type: ignore[arg-type]  # by name
+    after = replace(before, **{name: POOL_CHANGES[name]})
     assert layout_of(before).fingerprint() != layout_of(after).fingerprint()
 
 
@@ -237,9 +239,9 @@ def test_the_same_layout_made_twice_has_the_same_fingerprint() -> None:
         ({"pools": (pool("kv", -1),)}, "components"),
     ],
 )
-def test_a_layout_that_contradicts_itself_is_refused(change: dict[str, object], said: str) -> None:
+def test_a_layout_that_contradicts_itself_is_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidLayout, match=said):
-        replace(layout_of(pool("kv", 32)), **change)  # type: ignore[arg-type]  # by name
+        replace(layout_of(pool("kv", 32)), **change)
 
 
 def test_an_unknown_pool_is_told_with_those_that_there_are() -> None:

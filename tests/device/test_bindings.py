@@ -96,12 +96,12 @@ class NoLock:
     def __exit__(self, *_: object) -> None: ...
 
 
-def test_an_empty_binding_walks_nothing() -> None:
+def test_an_empty_binding_walks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(mla)
-    lock, world.gate._lock = world.gate._lock, NoLock()  # type: ignore[assignment]  # fails when taken
-    with world.pools.reading(range(24), writes=[1]):
-        world.pool.get_key_buffer(0)
-    world.gate._lock = lock
+    with monkeypatch.context() as patch:
+        patch.setattr(world.gate, "_lock", NoLock())
+        with world.pools.reading(range(24), writes=[1]):
+            world.pool.get_key_buffer(0)
     world.close()
 
 
@@ -268,7 +268,8 @@ def test_until_they_are(how: str) -> None:
         world.pools.free(blocks)
         assert world.take(4) == blocks[::-1]
     else:
-        world.device._fails = lambda _way, _layer: False  # type: ignore[union-attr]  # heals
+        assert isinstance(world.device, FailingDevice)
+        world.device.heal()
         assert world.load(blocks, [0]).result(SECONDS)
     with world.pools.reading(blocks):
         world.pool.get_key_buffer(2)

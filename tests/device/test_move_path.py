@@ -84,7 +84,7 @@ def reuse(world: World, count: int) -> list[torch.Tensor]:
 
 def load_by_hand(world: World, blocks: Sequence[int], slots: Sequence[int]) -> None:
     """Enqueue a load on a paused stream, uploads done, and drop every reference to its plan."""
-    stream = world.device.inner.new_stream("mine")  # type: ignore[union-attr]  # decorated here
+    stream = world.device.new_stream("mine")
     staging = Staging(world.device, world.space, stream)
     staged = staging.move_hybrid_indices([world.plan(blocks, slots)], Direction.LOAD)
     assert staged is not None

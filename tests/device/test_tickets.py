@@ -22,7 +22,7 @@ from rayhicache.core.plan import TransferPlan
 from rayhicache.device.copier import StoreRequest
 from rayhicache.device.cpu import CpuDevice
 from rayhicache.device.limits import CopyLimits
-from rayhicache.device.protocols import Direction
+from rayhicache.device.protocols import Direction, Event
 from rayhicache.device.ticket import Outcome, Ticket, TicketState
 from rayhicache.errors import InvalidPlan, LoadFailed, TierClosed
 from rayhicache.testing import poison
@@ -153,7 +153,9 @@ def test_a_late_copy_seals_its_ticket_until_the_stream_has_passed() -> None:
     world.close()
 
 
-def test_a_cancelled_ticket_that_is_late_as_well_is_sealed_once() -> None:
+def test_a_cancelled_ticket_that_is_late_as_well_is_sealed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     barrier = Barrier(2)
     device = FailingDevice(CpuDevice(), barrier)
     world = World(nsa, device=device, limits=CopyLimits(copy_seconds=0.05))
@@ -163,7 +165,14 @@ def test_a_cancelled_ticket_that_is_late_as_well_is_sealed_once() -> None:
     ticket = world.load(
         world.take(4), [0], prepare=lambda ticket: ticket.on_seal(lambda: calls.append("seal"))
     )
-    ticket.counter.fail = lambda cause, last: late.set() if "done" in cause else None  # type: ignore[method-assign]  # to see the time-out
+    fail = ticket.counter.fail
+
+    def seen(cause: str, last: Event | None) -> None:
+        fail(cause, last)
+        if "weren't done" in cause:
+            late.set()
+
+    monkeypatch.setattr(ticket.counter, "fail", seen)
     assert barrier.reached.wait(SECONDS)
     ticket.cancel()
     barrier.open.set()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -275,7 +276,7 @@ def test_close_is_idempotent_and_ends_its_threads(owner: ArenaOwner) -> None:
     ],
 )
 def test_a_spec_that_cannot_be_made_says_what_can(
-    wrong: dict[str, object], error: type[Exception], said: str
+    wrong: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=said):
-        EngineSpec(**wrong)  # type: ignore[arg-type]  # wrong on purpose
+        EngineSpec(**wrong)
