@@ -169,7 +169,7 @@ class Roster:
         return ready
 
     def pool_statuses(self) -> tuple[tuple[PoolStatus, ...], tuple[str, ...]]:
-        """How the pools are, and the seats of those that don't answer."""
+        """How the pools are, and the seats of those without a usable answer."""
         calls = {
             seat: start(pool, "status", what=f"ask seat {seat!r}", group="control")
             for seat, pool in self.pools.items()
@@ -178,11 +178,10 @@ class Roster:
         for seat, call in calls.items():
             try:
                 status = answer(call, f"ask seat {seat!r}", self.config.limits.call_seconds)
+                found.append(decode(status, PoolStatus))
             except RayHiCacheError as fault:
                 log.warning("status without seat %s: %s", seat, fault)
                 unreachable.append(seat)
-            else:
-                found.append(decode(status, PoolStatus))
         return tuple(found), tuple(unreachable)
 
     def settle(self, timeout: float) -> bool:
