@@ -118,7 +118,7 @@ def _own_pid(_actor: object) -> int:
 
 
 def by_value(module: str) -> None:
-    """Send the functions of a module of tests whole: the actors' processes can't import it."""
+    """Send what a module of tests defines whole: the actors' processes can't import it."""
     cloudpickle.register_pickle_by_value(sys.modules[module])  # type: ignore[no-untyped-call]  # ray's own gap
 
 

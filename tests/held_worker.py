@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray import cloudpickle
 
 import clusters
 from rayhicache.actors.cluster import Cluster
@@ -67,7 +65,7 @@ class Held:
 @contextlib.contextmanager
 def held_worker(cluster: Cluster, seat: str, kind: type[HeldWorker] = HeldWorker) -> Iterator[Held]:
     """One more worker on a node of the cluster. The router doesn't know it."""
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]
+    clusters.by_value(__name__)
     node = seats_of_nodes()[seat]
     name = worker_name(clusters.NAME, seat, NUMBER)
     actor = create(
